@@ -137,9 +137,12 @@ def test_the_program_of_local_sgd_runs(capsys):
 
 def test_the_program_of_islands_runs():
     scope = {"optax": optax, "gradient": np.ones(250, np.float32), "np": np}
-    program, own_filter = programs(ROOT / "docs/islands.md")
+    program, halves, own_filter = programs(ROOT / "docs/islands.md")
     exec(program, scope)
     assert scope["read"].version == 0  # The first pull waits for nobody.
+    exec(halves, scope)
+    (half,), turn = scope["mode"].filters, scope["islands"].Turn("w", "a", 1, None, {})
+    assert half.encode((None, np.arange(5)), turn)[1].tolist() == [1, 3]
     exec(own_filter, scope)
     values = scope["own"].pull("own").values
     wanted = np.float32([0.5, 0, 0] * 300 + [1.0] * 100) / -10

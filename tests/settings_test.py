@@ -73,7 +73,7 @@ def test_every_field_has_a_range_and_a_help_and_no_help_is_left_over(kind):
 @pytest.mark.parametrize(
     "mode, settings, texts",
     [
-        (Islands, IslandsConfig, {"consistency"}),
+        (Islands, IslandsConfig, {"consistency", "filters"}),
         (meshpar.LocalSGD, LocalSGDConfig, {"outer", "merge", "gossip"}),
     ],
 )

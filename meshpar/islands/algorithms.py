@@ -16,7 +16,9 @@ from meshpar.islands import updates
 from meshpar.islands.island_program import IslandProgram
 from meshpar.islands.mode import GRADIENTS, Islands
 from meshpar.islands.optax_update import optax_update
-from meshpar.islands.rules import UpdateFunction
+from meshpar.islands.push_filters import filter_decoders
+from meshpar.islands.rules import Decoder, UpdateFunction
+from meshpar.islands.wire import decoders
 
 
 def server_update(mode: Islands) -> UpdateFunction:
@@ -36,6 +38,11 @@ def server_update(mode: Islands) -> UpdateFunction:
     if mode.algorithm == "compensated":
         return updates.delay_compensated(update, mode.compensation)
     return update
+
+
+def mode_decoders(mode: Islands) -> Mapping[str, Decoder]:
+    """{encoding: decoder} of the pushes of a mode, for the store."""
+    return {**decoders(mode.wire), **filter_decoders(mode.filters)}
 
 
 class Island(abc.ABC):

@@ -107,12 +107,17 @@ class Chains:
         else:
             replica.log[replica.sequence] = operation
             sends = self.forward(name, [replica.sequence])
-        number = replica.state.round
-        if self.is_head(name) and replica.state.has_quorum():
-            if self._announced.get(name, -1) < number:
-                self._announced[name] = number
-                sends.append(Send(HOST, QuorumReached(name, number)))
-        return sends
+        return sends + self.announce(name)
+
+    def announce(self, name: str) -> list[Send]:
+        """Tells the host once that the open round has its quorum; at the head alone."""
+        state = self._replicas[name].state
+        if not (self.is_head(name) and state.has_quorum()):
+            return []
+        if self._announced.get(name, -1) >= state.round:
+            return []
+        self._announced[name] = state.round
+        return [Send(HOST, QuorumReached(name, state.round))]
 
     def forward(self, name: str, sequences: Iterable[int] | None = None) -> list[Send]:
         """Sends operations to the successor; by default all that are not acked."""
@@ -167,6 +172,7 @@ class Chains:
             self._announced = {}
             for replica in self._replicas.values():
                 replica.log, replica.early, replica.acked = {}, {}, None
+                replica.state.drop_gathered()
         sends = []
         for name, chain in view.chains.items():
             is_source = view.sources.get(name) == self._server

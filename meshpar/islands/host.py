@@ -68,6 +68,11 @@ class Host(abc.ABC):
     def center(self) -> np.ndarray:
         """The store's weights [N]."""
 
+    @property
+    @abc.abstractmethod
+    def reader(self) -> Callable[[int | None], tuple[int, np.ndarray]]:
+        """Reads one version of the store's weights [N], as `Reader.read`."""
+
     @abc.abstractmethod
     def spans(self) -> list[list[Span]]:
         """The activities of every island."""

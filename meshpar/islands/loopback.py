@@ -12,6 +12,7 @@ from meshpar.islands.messages import (
     COORDINATOR,
     HOST,
     Done,
+    Moved,
     Operation,
     Pull,
     QuorumReached,
@@ -41,6 +42,7 @@ class Loopback:
         self._coordinator = Coordinator([r.name for r in ranges], replicas)
         self._nodes: dict[str, Node] = {}
         self._answers: dict[int, Done | Values] = {}
+        self._open: dict[int, Request] = {}  # Pushes that wait for their rounds.
         self._quorums: list[QuorumReached] = []
         self._used: set[str] = set()
         self._requests = 0
@@ -63,6 +65,7 @@ class Loopback:
         """Puts the state of a snapshot into all replicas of a range."""
         for server in self.view.chains[name]:
             self._nodes[server].restore(name, snapshot)
+        self._open = {k: r for k, r in self._open.items() if r.operation.range != name}
 
     def take_quorums(self) -> list[QuorumReached]:
         """Rounds with a new quorum since the last call."""
@@ -70,10 +73,19 @@ class Loopback:
         return quorums
 
     def operate(self, operation: Operation) -> Done | None:
-        """Sends an operation; None if it came too early."""
+        """Sends an operation; None if it came too early.
+
+        A push that waits for its round is done as well: it is repeated here until the
+        store answers it.
+        """
         self._requests += 1
         message = Request(_CLIENT, self._requests, self.view.epoch, operation)
-        return self._ask(self.view.chains[operation.range][0], message)
+        head = self.view.chains[operation.range][0]
+        answer = self._ask(head, message)
+        if answer is None and self._nodes[head].waits(message):
+            self._open[message.request] = message
+            return Done(message.request)
+        return answer
 
     def pull(
         self,
@@ -112,6 +124,10 @@ class Loopback:
         self._deliver(self._coordinator.change(joins, leaves, dead))
         for server in leaves:
             del self._nodes[server]
+        epoch, chains = self.view.epoch, self.view.chains
+        for message in list(self._open.values()):
+            head = chains[message.operation.range][0]
+            self._deliver([Send(head, message._replace(epoch=epoch))])
 
     def _ask(self, server: str, message: Request | Pull) -> Done | Values | None:
         self._deliver([Send(server, message)])
@@ -125,7 +141,10 @@ class Loopback:
                 queue.extend(self._coordinator.handle(message))
             elif to == HOST:
                 self._quorums.append(message)
+            elif to == _CLIENT and not isinstance(message, Moved):
+                if self._open.pop(message.request, None) is None:
+                    self._answers[message.request] = message
             elif to == _CLIENT:
-                self._answers[message.request] = message
+                continue  # `change` repeats what is open.
             else:
                 queue.extend(self._nodes[to].handle(message))

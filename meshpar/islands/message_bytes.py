@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.islands.messages import (
+    Aggregate,
     Forward,
     Install,
     Payload,
@@ -24,6 +25,8 @@ def message_bytes(message: Any) -> int:
                     return payload_bytes(payload)
                 case SetValues(_, _, values):
                     return values.nbytes
+                case Aggregate(_, _, _, average) if average is not None:
+                    return _data_bytes((average.keys, average.values))
         case Values():
             return 0 if message.values is None else message.values.nbytes
         case Install():

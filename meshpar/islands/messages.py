@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshpar.islands.key_range import Contribution
+
 PLAIN = ""
 """Encoding of a payload that is a pair (keys or None, values)."""
 
@@ -85,7 +87,21 @@ class SetValues(NamedTuple):
     values: np.ndarray
 
 
-Operation = Push | Join | Leave | Close | SetValues
+class Aggregate(NamedTuple):
+    """The pushes of a round as one operation, which the head of the range makes.
+
+    Attributes:
+      pushes: (worker, clock) of all pushes in it, so that no replica takes them again.
+      average: what the update gets; None if no push had a payload.
+    """
+
+    range: str
+    round: int
+    pushes: tuple[tuple[str, int], ...]
+    average: Contribution | None
+
+
+Operation = Push | Join | Leave | Close | SetValues | Aggregate
 
 
 # Requests of clients, and their answers. `client` and `request` name the answer's way.

@@ -25,6 +25,7 @@ from meshpar.collectives.compression import Wire
 from meshpar.errors import MeshparError
 from meshpar.islands.consistency import SSP, Consistency
 from meshpar.islands.managed import KEY_BYTES, ORDERS
+from meshpar.islands.push_filters import Filters, PushFilter, check_order
 from meshpar.layouts.refusals.combination import ModeTraits
 from meshpar.settings import LARGEST, Choice, Instance, Number, Switch, check, real
 
@@ -73,7 +74,8 @@ class Islands:
       quorum: islands whose pushes make an average; 0 for the consistency's own rule.
       grace: seconds that an average waits for more islands after its quorum is there.
       wire: format of pushes: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
-      error_feedback: whether the error of a lossy format is added to the next push.
+      error_feedback: whether the error of a lossy format, or what filters leave out, is
+        added to the next push.
       servers: servers of the store.
       replicas: servers that hold each range.
       ranges: parts into which the weights are cut, over the servers.
@@ -83,6 +85,10 @@ class Islands:
       order: which updates go first where the budget is too small for all.
       own_data: whether island i trains on the i-th part of every batch, and on no
         other; else a part goes to the island that is free next.
+      history: older versions of its weights that the store keeps, for readers that want
+        one version of all ranges while islands train (`program.reader`).
+      filters: numbers of pushes that are left out or packed, in order: "significant:T",
+        "relative:T", "skip:P" and "zlib".
 
     Raises:
       MeshparError: settings that contradict each other.
@@ -111,6 +117,8 @@ class Islands:
     budget: Annotated[int, _BUDGET] = 0
     order: Annotated[str, Choice(ORDERS)] = "magnitude"
     own_data: Annotated[bool, Switch()] = False
+    history: Annotated[int, Number(0, 2**12, "versions")] = 0
+    filters: Annotated[tuple[PushFilter, ...], Filters()] = ()
 
     def __post_init__(self):
         check(self, "islands: ")
@@ -125,6 +133,7 @@ class Islands:
                 "at least as many servers"
             )
         self._check_budget()
+        self._check_filters()
         if self.own_data and self.warm_start:
             raise MeshparError(
                 f"islands: warm_start={self.warm_start} with own_data: the first "
@@ -165,6 +174,19 @@ class Islands:
                 "gradients; use downpour or damped, and wire=f32"
             )
 
+    def _check_filters(self) -> None:
+        check_order(self.filters)
+        if self.filters and (self.budget or self.wire != "f32"):
+            raise MeshparError(
+                f"islands: filters={self.filters} with budget={self.budget} and "
+                f"wire={self.wire}: each of them says what a push sends; use one alone"
+            )
+        if self.filters and self.algorithm == "compensated":
+            raise MeshparError(
+                f"islands: filters={self.filters} with compensated, which corrects "
+                "whole gradients: use downpour or damped"
+            )
+
     @property
     def in_rounds(self) -> bool:
         """Whether the store applies averages of pushes."""
@@ -180,6 +202,7 @@ class Islands:
         left_out = {"host", "servers", "replicas", "grace", "own_data"}
         if not self.budget:
             left_out |= {"budget", "order"}
+        left_out |= {name for name in ("filters", "history") if not getattr(self, name)}
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

@@ -3,6 +3,11 @@
 The head of a range takes operations, and answers them when all replicas have them. The
 tail answers pulls, so nobody reads what could still be lost.
 
+With `Rules.aggregate` the head gathers the pushes of a round, and one average travels
+down the chain in place of them. Until all replicas have it no push is answered. If the
+head dies, the workers repeat their pushes to the next head: the average carries the ids
+of its pushes, so those that it holds are known there, and the others are gathered anew.
+
 Nothing here waits or looks at a clock: a host delivers messages to `handle`, and
 delivers what it returns. Messages may come late, twice, in any order or not at all,
 because clients and the coordinator repeat theirs until they are answered.
@@ -15,10 +20,12 @@ from meshpar.islands.chain import Chains
 from meshpar.islands.key_range import KeyRange
 from meshpar.islands.messages import (
     Adopt,
+    Close,
     Done,
     Moved,
     Prepare,
     Pull,
+    Push,
     Request,
     Send,
     Settled,
@@ -47,10 +54,14 @@ class Node:
         rules: Rules,
         copies: bool = True,
     ):
-        self.name, self._copies = name, copies
+        self.name, self._copies, self._rules = name, copies, rules
         self._chains = Chains(name, ranges, rules)
         self._pulls: dict[tuple[str, int], Pull] = {}
         self._waiting: dict[str, dict[tuple[str, int], int]] = {
+            key_range.name: {} for key_range in ranges
+        }
+        # Requests whose push is gathered for its round: {range: {request: push}}.
+        self._gathered: dict[str, dict[tuple[str, int], tuple[str, int]]] = {
             key_range.name: {} for key_range in ranges
         }
 
@@ -77,16 +88,17 @@ class Node:
 
     def waits(self, message: Request | Pull) -> bool:
         """Whether a request waits here; if not, it has been answered or ignored."""
+        key = message.client, message.request
         if isinstance(message, Pull):
-            waiting = self._pulls
-        else:
-            waiting = self._waiting[message.operation.range]
-        return (message.client, message.request) in waiting
+            return key in self._pulls
+        name = message.operation.range
+        return key in self._waiting[name] or key in self._gathered[name]
 
     def restore(self, name: str, snapshot: Mapping[str, Any]) -> None:
         """Puts the state of a snapshot into this server's copy of a range."""
         if (state := self.state(name)) is not None:
             state.restore(snapshot)
+            self._gathered[name].clear()
 
     def _request(self, request: Request) -> list[Send]:
         """Applies an operation once; answers when all replicas have it."""
@@ -98,15 +110,39 @@ class Node:
             return []
         if replica.state.early(operation):
             return []
-        if replica.state.duplicate(operation):
-            sends = self._chains.forward(name)
-        else:
-            try:
+        key = request.client, request.request
+        try:
+            if replica.state.duplicate(operation):
+                sends = self._chains.forward(name)
+            elif self._rules.aggregate and isinstance(operation, Push):
+                replica.state.gather(operation)
+                self._gathered[name][key] = operation.worker, operation.clock
+                return self._progress(name) + self._chains.announce(name)
+            elif self._rules.aggregate and isinstance(operation, Close):
+                sends = self._close_rounds(name, operation.round)
+            else:
                 sends = self._chains.apply(name, operation)
-            except RefusedError as problem:
-                return [Send(request.client, Done(request.request, str(problem)))]
-        self._waiting[name][request.client, request.request] = replica.sequence
+        except RefusedError as problem:
+            return [Send(request.client, Done(request.request, str(problem)))]
+        self._waiting[name][key] = replica.sequence
         return sends + self._progress(name)
+
+    def _close_rounds(self, name: str, grace_over: int | None = None) -> list[Send]:
+        """Sends the aggregates of rounds that are complete; at the head alone."""
+        if not (self._rules.aggregate and self._chains.is_head(name)):
+            return []
+        replica, gathered, sends = self._chains.replica(name), self._gathered[name], []
+        while (closed := replica.state.aggregate(grace_over)) is not None:
+            keys = [key for key, push in gathered.items() if push in closed.pushes]
+            for key in keys:
+                del gathered[key]
+            try:
+                sends += self._chains.apply(name, closed)
+            except RefusedError as problem:
+                replica.state.drop(closed)
+                return sends + [Send(c, Done(r, str(problem))) for c, r in keys]
+            self._waiting[name] |= dict.fromkeys(keys, replica.sequence)
+        return sends
 
     def _pull(self, pull: Pull) -> list[Send]:
         if pull.epoch < self._chains.view.epoch:
@@ -157,7 +193,7 @@ class Node:
         replica = self._chains.replica(name)
         if replica is None or replica.acked is None:
             return []
-        sends, waiting = [], self._waiting[name]
+        sends, waiting = self._close_rounds(name), self._waiting[name]
         for (client, request), sequence in list(waiting.items()):
             if sequence <= replica.acked:
                 del waiting[client, request]
@@ -176,8 +212,9 @@ class Node:
         if view.epoch > self._chains.view.epoch:
             clients = {client for client, _ in self._pulls}
             self._pulls = {}
-            for waiting in self._waiting.values():
+            for waiting in (*self._waiting.values(), *self._gathered.values()):
                 clients |= {client for client, _ in waiting}
                 waiting.clear()
             sends = [Send(client, Moved(view)) for client in sorted(clients)]
-        return sends + self._chains.adopt(view)
+        sends += self._chains.adopt(view)
+        return sends + [send for name in view.chains for send in self._progress(name)]

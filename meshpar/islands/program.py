@@ -20,6 +20,7 @@ from meshpar.arrays import Params, num_bytes
 from meshpar.errors import MeshparError
 from meshpar.islands.host import Host
 from meshpar.islands.mode import Islands, need_ray
+from meshpar.islands.reader import Reader
 from meshpar.islands.threads import Threads
 from meshpar.islands.weights_vector import WeightsVector, weights_vector
 from meshpar.islands.worker import Span
@@ -177,6 +178,16 @@ class IslandsProgram(TrainProgram):
             sums.add(self.evaluate_params(params, part))
         return sums.result()
 
+    def reader(self) -> Reader:
+        """Reads whole versions of the weights while islands train (`mode.history`).
+
+        Raises:
+          MeshparError: before the first step.
+        """
+        if self._running.host is None:
+            raise MeshparError("the islands have no weights yet: make a step first")
+        return Reader(self.vector.without_devices(), self._running.host.reader)
+
     # Checkpoints.
 
     def in_model_order(self, state: TrainState) -> TrainState:
@@ -209,9 +220,12 @@ class IslandsProgram(TrainProgram):
     def abstract_extra(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Bytes [devices, n] that `extra_state` packs."""
         workers, vector = self.mode.workers, 4 * self.vector.size
-        store = 3 * vector + 4 * vector * workers * self.mode.in_rounds
+        kept = self.mode.history + bool(self.mode.history)
+        store = (3 + kept) * vector + 4 * vector * workers * self.mode.in_rounds
         own = sum(map(num_bytes, jax.tree.leaves(self.abstract_state)))
-        island = own + 5 * vector
+        remembered = vector * sum(part.remembers for part in self.mode.filters)
+        store += workers * remembered
+        island = own + 5 * vector + 2 * remembered
         devices = self.mesh.size
         size = -(-(store + workers * island + _SLACK) // devices)
         sharding = NamedSharding(self.mesh, PartitionSpec(AXES))

@@ -1,7 +1,8 @@
 """The state of one key range: values, optimizer state, clocks and open rounds.
 
 A deterministic state machine: replicas that apply the same operations in the same order
-hold the same state, bit for bit.
+hold the same state, bit for bit. Where rounds are aggregated, the pushes of open rounds
+are no part of it: the head gathers them, and nobody has been told that they are kept.
 """
 
 import dataclasses
@@ -10,9 +11,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from meshpar.errors import MeshparError
 from meshpar.islands.key_range import Contribution, KeyRange
 from meshpar.islands.messages import (
     PLAIN,
+    Aggregate,
     Close,
     Join,
     Leave,
@@ -116,8 +119,41 @@ class RangeState:
                 self.values[:] = values
                 self._set.add(name)
                 self._next_version()
-        if self._rules.in_rounds:
+            case Aggregate():
+                self._end_round(operation)
+        if self._rules.in_rounds and not self._rules.aggregate:
             self._close_complete()
+
+    # Aggregates.
+
+    def gather(self, push: Push) -> None:
+        """Keeps a push for the aggregate of its round; once, if it is repeated.
+
+        Raises:
+          RefusedError: the range does not take it.
+        """
+        ids = {(p.worker, p.clock) for p in self._pending}
+        if (push.worker, push.clock) not in ids:
+            self._wait_for_round(push, *self._taken(push))
+
+    def aggregate(self, grace_over: int | None = None) -> Aggregate | None:
+        """The open round as an operation to apply; None if it need not close yet.
+
+        Args:
+          grace_over: a round whose grace window is over, so that its quorum is enough.
+        """
+        enough = grace_over == self.round and self.has_quorum()
+        return self._open_round() if enough or self._complete() else None
+
+    def drop_gathered(self) -> None:
+        """Forgets the pushes that were gathered: their workers repeat them."""
+        if self._rules.aggregate:
+            self._pending = []
+
+    def drop(self, closed: Aggregate) -> None:
+        """Forgets the pushes of a round that waited here."""
+        pushes = set(closed.pushes)
+        self._pending = [p for p in self._pending if (p.worker, p.clock) not in pushes]
 
     def has_quorum(self) -> bool:
         """Whether the open round has its quorum, and waits for the grace window."""
@@ -125,25 +161,37 @@ class RangeState:
         return quorum is not None and len(self._present()) >= quorum
 
     def _push(self, push: Push) -> None:
+        keys, values = self._taken(push)
+        if self._rules.in_rounds:
+            self._wait_for_round(push, keys, values)
+        self.clocks[push.worker] += 1
+        if push.payload is not None and not self._rules.in_rounds:
+            self._update(
+                self._contribution(push.worker, push.clock, push.payload, keys, values)
+            )
+
+    def _taken(self, push: Push) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Keys and values of a push; RefusedError if the range does not take it."""
         if push.worker not in self.clocks:
             raise RefusedError(
                 f"worker {push.worker} is no member of range {push.range}"
             )
-        keys = values = None
-        if push.payload is not None:
-            keys, values = self._decode(push.payload)
-        self.clocks[push.worker] += 1
-        if self._rules.in_rounds:
-            number = self.round
-            if self._rules.consistency.waits:
-                number = max(number, push.clock)
-            self._pending.append(
-                _Pending(number, push.worker, push.clock, push.payload, keys, values)
-            )
-        elif push.payload is not None:
-            self._update(
-                self._contribution(push.worker, push.clock, push.payload, keys, values)
-            )
+        return (None, None) if push.payload is None else self._decode(push.payload)
+
+    def _wait_for_round(
+        self, push: Push, keys: np.ndarray | None, values: np.ndarray | None
+    ) -> None:
+        number = self.round
+        if self._rules.consistency.waits:
+            number = max(number, push.clock)
+        new = _Pending(number, push.worker, push.clock, push.payload, keys, values)
+        for other in self._pending if values is not None else ():
+            same = (other.keys is None) == (keys is None)
+            if other.round == number and other.values is not None and not same:
+                raise RefusedError(
+                    f"{push.range}: a round mixes dense and sparse pushes: use one kind"
+                )
+        self._pending.append(new)
 
     def _decode(self, payload: Payload) -> tuple[np.ndarray | None, np.ndarray]:
         if not payload.weight > 0:
@@ -154,7 +202,14 @@ class RangeState:
             decode = self._rules.decoders.get(payload.encoding)
             if decode is None:
                 raise RefusedError(f"no decoder for the encoding {payload.encoding!r}")
-            keys, values = decode(payload.data, self._range.size, self._cache)
+            cache = {} if self._rules.aggregate else self._cache
+            keys, values = decode(payload.data, self._range.size, cache)
+            if self._rules.aggregate and cache:
+                raise RefusedError(
+                    f"{self._range.name}: the decoder of {payload.encoding!r} keeps "
+                    "arrays between pushes, and replicas of aggregates see no push: "
+                    "use aggregate=False"
+                )
         self._check(keys, values)
         return keys, values
 
@@ -221,17 +276,29 @@ class RangeState:
             self._close()
 
     def _close(self) -> None:
-        """Applies the average of the open round, and opens the next one."""
+        self._end_round(self._open_round())
+
+    def _open_round(self) -> Aggregate:
+        """The pushes of the open round, and their average."""
         parts = [p for p in self._pending if p.round <= self.round]
-        self._pending = [p for p in self._pending if p.round > self.round]
         parts.sort(key=lambda p: (p.worker, p.clock))
         contributions = [
             self._contribution(p.worker, p.clock, p.payload, p.keys, p.values)
             for p in parts
             if p.payload is not None
         ]
-        if contributions:
-            self._update(_average(contributions, self.round))
+        average = _average(contributions, self.round) if contributions else None
+        pushes = tuple((p.worker, p.clock) for p in parts)
+        return Aggregate(self._range.name, self.round, pushes, average)
+
+    def _end_round(self, closed: Aggregate) -> None:
+        """Applies the average of a round, and opens the next one."""
+        if closed.average is not None:
+            self._update(closed.average)
+        self.drop(closed)
+        for worker, clock in closed.pushes:
+            if worker in self.clocks:
+                self.clocks[worker] = max(self.clocks[worker], clock + 1)
         self.round += 1
 
     def snapshot(self) -> dict[str, np.ndarray]:
@@ -248,7 +315,8 @@ class RangeState:
         arrays |= {f"update|{k}": np.array(v) for k, v in self.update_state.items()}
         arrays |= {f"cache|{k}": np.array(v) for k, v in self._cache.items()}
         arrays |= {f"past|{k}": v.copy() for k, v in self.past.items()}
-        for i, part in enumerate(self._pending):
+        pending = [] if self._rules.aggregate else self._pending
+        for i, part in enumerate(pending):
             payload = part.payload
             meta["pending"].append(
                 [part.round, part.worker, part.clock]
@@ -261,8 +329,18 @@ class RangeState:
         return arrays | {"meta": np.frombuffer(text, np.uint8).copy()}
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
-        """Takes the state of a snapshot of the same range."""
+        """Takes the state of a snapshot of the same range.
+
+        Raises:
+          MeshparError: a round is open in it, and this store aggregates rounds.
+        """
         meta = json.loads(np.asarray(snapshot["meta"], np.uint8).tobytes())
+        if meta["pending"] and self._rules.aggregate:
+            raise MeshparError(
+                f"range {self._range.name}: {len(meta['pending'])} answered pushes of "
+                "an open round are in the snapshot, and a store with aggregate=True "
+                "has no place for them; use aggregate=False"
+            )
         self.clocks = dict(meta["clocks"])
         self._gone, self._set = set(meta["gone"]), set(meta["set"])
         self.round, self.version = meta["round"], meta["version"]
@@ -298,8 +376,6 @@ def _average(contributions: list[Contribution], number: int) -> Contribution:
         if keys is None and part.keys is None:
             values = scaled if values is None else values + scaled
             continue
-        if keys is None:
-            raise RefusedError("a round mixes dense and sparse pushes: use one kind")
         if values is None:
             values = np.zeros(len(keys), part.values.dtype)
         values[np.searchsorted(keys, part.keys)] += scaled

@@ -1,7 +1,9 @@
 """A client of the store's servers in Ray: waits, and asks again when a server dies."""
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,13 @@ from meshpar.islands.messages import (
     Request,
     Values,
 )
+from meshpar.islands.store import chosen_version
 
 _RETRY_S = 2.0
 """Seconds after which a request is repeated: the server may have ignored it."""
+
+_READS = 20
+"""Times that the newest version is looked up and read, before it counts as gone."""
 
 _GONE = (
     ray.exceptions.RayActorError,
@@ -118,11 +124,34 @@ class RayClient:
             [Push(name, worker, clock, payload) for name, payload in payloads.items()]
         )
 
-    def slowest(self, names: list[str]) -> int:
+    def slowest(self, names: Sequence[str]) -> int:
         """The largest of the ranges' slowest clocks."""
+        return max(values.slowest for values in self._looks(names))
+
+    def pull_version(
+        self, names: Sequence[str], version: int | None
+    ) -> tuple[int, list[np.ndarray]]:
+        """Reads ranges at one version; None is the newest that all have reached.
+
+        Raises:
+          MeshparError: a version that a range has not reached, or does not keep.
+        """
+        for tries in range(_READS):
+            reached = min(values.version for values in self._looks(names))
+            chosen = chosen_version(version, reached)
+            try:
+                found = self.read([(n, "", 0, None, -1, chosen) for n in names])
+                return chosen, [values.values for values in found]
+            except MeshparError as error:
+                # Islands that train may have pushed it out of the history meanwhile.
+                if version is not None or tries == _READS - 1:
+                    raise MeshparError(f"{error}; use a larger history") from error
+        raise AssertionError(names)
+
+    def _looks(self, names: Sequence[str]) -> list[Values]:
+        """Versions and clocks of ranges, without their values."""
         nothing = np.zeros(0, np.int64)
-        found = self.read([(name, "", 0, nothing) for name in names])
-        return max(values.slowest for values in found)
+        return self.read([(name, "", 0, nothing) for name in names])
 
     def _ask(self, count: int, message: Callable) -> list[Done | Values]:
         """Sends requests at once; repeats those without an answer."""
@@ -176,3 +205,21 @@ class RayClient:
             else:
                 answers[i] = answer
         return complete
+
+
+@dataclasses.dataclass(frozen=True)
+class RayReads:
+    """Reads versions of the weights from any process of the cluster.
+
+    Attributes:
+      coordinator: the handle of the `Coordination` actor.
+      ranges: of the weights, in order.
+    """
+
+    coordinator: Any
+    ranges: tuple[str, ...]
+
+    def __call__(self, version: int | None = None) -> tuple[int, np.ndarray]:
+        client = RayClient(f"reader {uuid.uuid4().hex}", self.coordinator)
+        version, parts = client.pull_version(self.ranges, version)
+        return version, np.concatenate(parts)

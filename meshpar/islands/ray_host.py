@@ -17,17 +17,16 @@ import numpy as np
 import ray
 
 from meshpar.errors import MeshparError
-from meshpar.islands.algorithms import server_update
+from meshpar.islands.algorithms import mode_decoders, server_update
 from meshpar.islands.host import Host, Stopped, StoreLostError, WorkerDied
 from meshpar.islands.messages import Join, Leave, SetValues
 from meshpar.islands.mode import Islands
-from meshpar.islands.ray_client import RayClient, result
+from meshpar.islands.ray_client import RayClient, RayReads, result
 from meshpar.islands.ray_island import IslandProcess
 from meshpar.islands.ray_servers import Coordination
 from meshpar.islands.ray_start import start_ray
 from meshpar.islands.rules import Rules
 from meshpar.islands.weights_vector import weights_vector
-from meshpar.islands.wire import decoders
 from meshpar.islands.worker import Span
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.platform import CPU, platform_of
@@ -68,15 +67,18 @@ def _carry_modules() -> None:
             ray.cloudpickle.register_pickle_by_value(module)
 
 
-def _check_pickles(build: Callable[[], TrainProgram]) -> None:
-    """Raises MeshparError unless a program can be made in another process."""
-    try:
-        ray.cloudpickle.dumps(build)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise MeshparError(
-            f"islands: host=ray sends model and optimizer to processes, and {error}: "
-            "move what cannot be pickled to the top of a module, or use host=threads"
-        ) from error
+def _check_pickles(build: Callable[[], TrainProgram], mode: Islands) -> None:
+    """Raises MeshparError unless processes can get a program and the mode's filters."""
+    parts = [("model and optimizer", build)]
+    parts += [(f"filter {part}", part) for part in mode.filters]
+    for what, part in parts:
+        try:
+            ray.cloudpickle.dumps(part)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise MeshparError(
+                f"islands: host=ray sends {what} to processes, and {error}: move what "
+                "cannot be pickled to the top of a module, or use host=threads"
+            ) from error
 
 
 def _spans(actor: Any) -> list[Span]:
@@ -105,7 +107,7 @@ class RayHost(Host):
     ):
         super().__init__(mode.workers, mode.own_data)
         _carry_modules()
-        _check_pickles(build)
+        _check_pickles(build, mode)
         start_ray()
         self._compiled = tempfile.TemporaryDirectory(prefix="meshpar-islands-")
         self._build, self._mode, self._start = build, mode, ray.put(list(start))
@@ -115,9 +117,9 @@ class RayHost(Host):
         self._ranges = [part.range.name for part in self._slices]
 
         def make_rules() -> Rules:
-            quorum, wire = mode.quorum or None, decoders(mode.wire)
-            update = server_update(mode)
-            return Rules(mode.consistency, update, quorum, mode.grace, wire)
+            update, quorum = server_update(mode), mode.quorum or None
+            rest = mode.grace, mode_decoders(mode), mode.history
+            return Rules(mode.consistency, update, quorum, *rest)
 
         ranges = [part.range for part in self._slices]
         self._coordinator = start_servers(
@@ -254,6 +256,10 @@ class RayHost(Host):
             [(name,) + ("", 0) for name in self._ranges]
         )
         return np.concatenate([values.values for values in found])
+
+    @property
+    def reader(self) -> Callable[[int | None], tuple[int, np.ndarray]]:
+        return RayReads(self._coordinator, tuple(self._ranges))
 
     def pids(self) -> tuple[dict[int, int], dict[str, int]]:
         """Ids of the processes: {island: id}, {server: id}."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from meshpar.errors import MeshparError
 from meshpar.islands.consistency import Consistency
 from meshpar.islands.key_range import Contribution
 
@@ -42,6 +43,11 @@ class Rules:
         measures them; with 0 the round closes at once.
       decoders: {encoding: decoder}.
       history: older versions of its values that a range keeps for readers.
+      aggregate: whether the replicas of a range get the average of a round, in place of
+        its pushes.
+
+    Raises:
+      MeshparError: `aggregate` without rounds.
     """
 
     consistency: Consistency
@@ -50,6 +56,14 @@ class Rules:
     grace: float = 0.0
     decoders: Mapping[str, Decoder] = dataclasses.field(default_factory=dict)
     history: int = 0
+    aggregate: bool = False
+
+    def __post_init__(self):
+        if self.aggregate and not self.in_rounds:
+            raise MeshparError(
+                f"aggregate=True with {self.consistency}: replicas get averages of "
+                "rounds, and it makes none; use BSP() or a quorum"
+            )
 
     @property
     def in_rounds(self) -> bool:

@@ -16,6 +16,7 @@ actors, or under a simulated network.
 
 import collections
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,20 @@ def check_settings(
         raise MeshparError(f"grace={grace}: use seconds >= 0")
 
 
+def chosen_version(version: int | None, reached: int) -> int:
+    """The version to read, by default the newest that all ranges have reached.
+
+    Raises:
+      MeshparError: a version that is not there yet.
+    """
+    version = reached if version is None else version
+    if not (isinstance(version, Integral) and 0 <= version <= reached):
+        raise MeshparError(
+            f"version={version}: use 0 to {reached}, which all ranges have reached"
+        )
+    return version
+
+
 class Store:
     """Key ranges on several servers, each with a server-side update and vector clocks.
 
@@ -81,6 +96,9 @@ class Store:
         The store has no clock: its host measures them (`take_quorums`, `close`).
       decoders: {encoding: decoder} of payloads that are not plain arrays.
       history: older versions of its values that each range keeps, for `pull_version`.
+      aggregate: in rounds, whether the average of a round travels to the replicas in
+        place of its pushes. A push is then answered with its round, when the worker's
+        clock advances; until then it is on one server, and is repeated if that dies.
 
     Raises:
       MeshparError: settings that no store can have.
@@ -98,6 +116,7 @@ class Store:
         grace: float = 0.0,
         decoders: Mapping[str, Decoder] | None = None,
         history: int = 0,
+        aggregate: bool = False,
     ):
         check_settings(ranges, replicas, quorum, grace, history)
         if isinstance(servers, int):
@@ -110,6 +129,7 @@ class Store:
             grace,
             dict(decoders or {}),
             history,
+            aggregate,
         )
         self._servers = Loopback(ranges, self.rules, replicas)
         self._servers.change(joins=servers)
@@ -213,14 +233,8 @@ class Store:
         Raises:
           MeshparError: a version that a range has not reached, or does not keep.
         """
-        reached = {name: self.state(name).version for name in self.ranges}
-        version = min(reached.values()) if version is None else version
-        if not 0 <= version <= min(reached.values()):
-            raise MeshparError(
-                f"version={version}: use 0 to {min(reached.values())}, which all "
-                "ranges have reached"
-            )
-        found = {}
+        reached = min(self.state(name).version for name in self.ranges)
+        version, found = chosen_version(version, reached), {}
         for name in self.ranges:
             answer = self._servers.pull(name, "", 0, None, -1, version)
             if answer.refused:

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.islands.algorithms import make_island, server_update
+from meshpar.islands.algorithms import make_island, mode_decoders, server_update
 from meshpar.islands.host import Host
 from meshpar.islands.island_program import island_program
 from meshpar.islands.messages import Payload, QuorumReached, Values
 from meshpar.islands.mode import Islands
 from meshpar.islands.store import Store
 from meshpar.islands.weights_vector import WeightsVector, weights_vector
-from meshpar.islands.wire import decoders
 from meshpar.islands.worker import Span, Worker
 from meshpar.lowering.train_program import TrainProgram
 
@@ -29,7 +28,8 @@ def make_store(mode: Islands, vector: WeightsVector) -> Store:
         replicas=mode.replicas,
         quorum=mode.quorum or None,
         grace=mode.grace,
-        decoders=decoders(mode.wire),
+        decoders=mode_decoders(mode),
+        history=mode.history,
     )
 
 
@@ -178,6 +178,16 @@ class Threads(Host):
         with self.changed:
             parts = [self.store.pull(part.range.name) for part in self._slices]
         return np.concatenate([part.values for part in parts])
+
+    def _read(self, version: int | None = None) -> tuple[int, np.ndarray]:
+        with self.changed:
+            version, found = self.store.pull_version(version)
+        parts = [found[part.range.name] for part in self._slices]
+        return version, np.concatenate(parts)
+
+    @property
+    def reader(self) -> Callable[[int | None], tuple[int, np.ndarray]]:
+        return self._read
 
     def spans(self) -> list[list[Span]]:
         return [

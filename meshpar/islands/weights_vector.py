@@ -38,15 +38,30 @@ class WeightsVector:
         found = jax.device_get([arrays[path] for path in self.like])
         return np.concatenate([np.asarray(x, np.float32).reshape(-1) for x in found])
 
-    def unpack(self, vector_N: np.ndarray) -> Params:
-        """The arrays of a vector, on their devices."""
-        params, start = {}, 0
+    def cut(self, vector_N: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of a vector, on the host."""
+        arrays, start = {}, 0
         for path, leaf in self.like.items():
             stop = start + math.prod(leaf.shape)
-            part = vector_N[start:stop].reshape(leaf.shape).astype(leaf.dtype)
-            params[path] = jax.device_put(part, leaf.sharding)
-            start = stop
-        return params
+            part = vector_N[start:stop].reshape(leaf.shape)
+            arrays[path], start = part.astype(leaf.dtype), stop
+        return arrays
+
+    def unpack(self, vector_N: np.ndarray) -> Params:
+        """The arrays of a vector, on their devices."""
+        return {
+            path: jax.device_put(part, self.like[path].sharding)
+            for path, part in self.cut(vector_N).items()
+        }
+
+    def without_devices(self) -> "WeightsVector":
+        """The vector for processes that have other devices."""
+        return WeightsVector(
+            {
+                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                for path, leaf in self.like.items()
+            }
+        )
 
 
 def weights_vector(program: TrainProgram) -> WeightsVector:

@@ -18,6 +18,7 @@ from meshpar.islands.managed import ManagedPushes
 from meshpar.islands.message_bytes import payload_bytes
 from meshpar.islands.messages import Payload, Values
 from meshpar.islands.mode import Islands
+from meshpar.islands.push_filters import FilteredPushes
 from meshpar.islands.wire import PushEncoder
 
 FETCH, TRAIN, PUSH = "fetch", "train", "push"
@@ -77,6 +78,9 @@ class Worker:
         self._spans = collections.deque[Span](maxlen=10_000)
         self._mode, self._slices, self._endpoint = mode, slices, endpoint
         self._wire = PushEncoder(mode.wire, mode.error_feedback)
+        self._filtered: FilteredPushes | None = None
+        if mode.filters:
+            self._filtered = FilteredPushes(mode.filters, name, mode.error_feedback)
         self._managed: ManagedPushes | None = None
         if mode.budget:
             seed = zlib.crc32(name.encode())
@@ -167,6 +171,10 @@ class Worker:
                 data = keys[at] - np.int32(part.start), vector_N[at].copy()
                 payloads[name] = Payload(data, **facts)
                 continue
+            if self._filtered is not None:
+                push = vector_N[at].copy(), self.clock, self._center_N[at]
+                payloads[name] = self._filtered.encode(name, *push, **facts)
+                continue
             if self.island.read_N is not None:
                 facts["read"] = self.island.read_N[at].copy()
             payloads[name] = self._wire.encode(name, vector_N[at].copy(), **facts)
@@ -186,6 +194,8 @@ class Worker:
         """The worker's state between two phases, as a flat dict of arrays."""
         arrays = {f"island|{k}": v for k, v in self.island.snapshot().items()}
         arrays |= {f"error|{k}": v for k, v in self._wire.errors.items()}
+        if self._filtered is not None:
+            arrays |= self._filtered.snapshot()
         if self._managed is not None:
             own = self._managed.snapshot()
             arrays |= {f"managed|{k}": v for k, v in own.items()}
@@ -202,6 +212,8 @@ class Worker:
         own = {k.partition("|")[::2]: np.asarray(v) for k, v in snapshot.items()}
         self.island.restore({k: v for (kind, k), v in own.items() if kind == "island"})
         self._wire.errors = {k: v for (kind, k), v in own.items() if kind == "error"}
+        if self._filtered is not None:
+            self._filtered.restore(snapshot)
         if self._managed is not None:
             self._managed.restore(
                 {k: v for (kind, k), v in own.items() if kind == "managed"}

@@ -14,6 +14,7 @@ import optax
 from meshpar import local_sgd
 from meshpar.islands.consistency import ConsistencyText, parse_consistency
 from meshpar.islands.mode import GRADIENTS, WEIGHTS, Islands
+from meshpar.islands.push_filters import FilterTexts, parse_filters
 from meshpar.local_sgd import LocalSGD
 from meshpar.lowering.mode import Mode
 from meshpar.settings import LARGEST, Choice, Number, helps, ranges, real
@@ -116,6 +117,7 @@ class IslandsConfig:
     """Settings of `Islands` as numbers and texts."""
 
     consistency: Annotated[str, ConsistencyText()] = "ssp:1"
+    filters: Annotated[str, FilterTexts()] = ""
 
     @property
     def unread(self) -> dict[str, str]:
@@ -133,7 +135,7 @@ class IslandsConfig:
         found = dict.fromkeys(names, chosen)
         if not self.quorum:
             found["grace"] = "islands.quorum=0"
-        if self.wire == "f32":
+        if self.wire == "f32" and not self.filters:
             found["error_feedback"] = "islands.wire=f32"
         if not self.budget:
             found["order"] = "islands.budget=0"
@@ -162,7 +164,8 @@ def _islands(settings: IslandsConfig) -> Islands:
     """Raises MeshparError for settings that contradict each other."""
     values = dataclasses.asdict(settings)
     consistency = parse_consistency(values.pop("consistency"))
-    return Islands(consistency=consistency, **values)
+    filters = parse_filters(values.pop("filters"))
+    return Islands(consistency=consistency, filters=filters, **values)
 
 
 MODES: dict[str, Callable[[Any], Mode | None]] = {

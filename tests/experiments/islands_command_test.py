@@ -16,6 +16,7 @@ from experiments import stragglers as simulated
 from experiments.reports import islands
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.islands import ASP, BSP, SSP, BoundedDelay, updates
+from meshpar.islands.push_filters import Significant, Zlib
 from meshpar.runs import metrics, programs
 from meshpar.runs.config import with_settings
 from meshpar.runs.trainer import Trainer
@@ -35,6 +36,10 @@ def test_settings_become_the_mode():
         assert programs.make_mode(configured(f"islands.consistency={text}")) == (
             dataclasses.replace(mode, push=1, wire="f32", consistency=model)
         )
+    named = configured("islands.filters=relative:0.01+zlib", "islands.history=3")
+    assert programs.make_mode(named) == dataclasses.replace(
+        mode, push=1, wire="f32", history=3, filters=(Significant(0.01, True), Zlib())
+    )
     delayed = programs.make_mode(configured("islands.consistency=bounded_delay:3"))
     assert delayed.consistency == BoundedDelay(3)
 
@@ -44,6 +49,8 @@ def test_settings_become_the_mode():
     [
         (["islands.algorithm=downpoor"], ConfigError, "did you mean 'downpour'"),
         (["islands.consistency=ssp"], MeshparError, "use bsp, asp, ssp:S"),
+        (["islands.filters=kkt"], ConfigError, "use significant:T, relative:T, skip:P"),
+        (["islands.filters=zlib", "islands.budget=64"], MeshparError, "use one alone"),
         (["islands.workers=0"], ConfigError, "islands.workers=0: use"),
         (["islands.algorithm=easgd", "islands.consistency=bsp"], MeshparError, "asp"),
         (["optimizer_mode=synchronous"], ConfigError, "add --optimizer_mode=islands"),

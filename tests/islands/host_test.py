@@ -31,7 +31,7 @@ class Dying(Host):
     def disconnect(self, index):
         pass
 
-    center = spans = snapshot = None
+    center = spans = snapshot = reader = None
 
 
 def test_an_island_that_dies_while_it_starts_is_replaced():

@@ -15,10 +15,10 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(timeout, *cases):
+def run(timeout, *cases, script="killed_in_ray.py"):
     """The words and the errors of a process that ran these cases in one Ray."""
     pytest.importorskip("ray", reason='needs pip install -e ".[islands]"')
-    script = ROOT / "tests" / "support" / "killed_in_ray.py"
+    script = ROOT / "tests" / "support" / script
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     # With a cache of jax's, islands do not share compiled programs.
     environment = {k: v for k, v in os.environ.items() if k != CACHE}
@@ -31,7 +31,7 @@ def run(timeout, *cases):
     )
 
 
-CASES = ["server", "ahead", "lost", "birth", "trials_of_islands"]
+CASES = ["server", "aggregates", "ahead", "lost", "birth", "trials_of_islands"]
 IN_LINUX = ["ports", "zygote"]  # The last one kills the process that forks workers.
 
 
@@ -47,6 +47,10 @@ def check(ended, case):
 
 def test_a_server_is_killed_and_no_answered_push_is_lost(ended):
     check(ended, "server")
+
+
+def test_a_server_is_killed_and_no_aggregate_is_lost_or_doubled(ended):
+    check(ended, "aggregates")
 
 
 def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others(ended):
@@ -87,6 +91,12 @@ def test_islands_and_servers_are_killed_and_training_goes_on():
     done = run(900, "islands")
     print(done.stdout)
     check(done, "islands")
+
+
+def test_owners_budgets_filters_and_versions_equal_plain_loops():
+    done = run(400, script="islands_in_ray.py")
+    check(done, "owners")
+    check(done, "filters")
 
 
 def test_islands_of_every_algorithm_begin_as_their_recurrence():

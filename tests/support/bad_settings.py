@@ -8,6 +8,7 @@ import re
 from experiments.recipes.config import SETTINGS
 from meshpar.collectives.compression import Wire
 from meshpar.islands.consistency import ConsistencyText
+from meshpar.islands.push_filters import FilterTexts
 from meshpar.settings import Choice, Number, Path, Switch, Text
 
 
@@ -28,6 +29,10 @@ BAD = {
     Path: lambda _: ("a" * 256, "/a" * 2500, "a\0b"),
     Wire: lambda _: ("", "int3", "topk:2", "topk:nan", "topk:", "x" * 5000),
     ConsistencyText: lambda _: ("", "ssp", "asp:1", "ssp:-1", "ssp:" + "9" * 5000),
+    FilterTexts: lambda _: (
+        *("zlib+skip:0.1", "skip:1", "significant:-1", "relative:nan"),
+        *("kkt", "skip", "zlib:2", "zlib+", "skip:0.1+" * 1000),
+    ),
 }
 """{kind of range: its texts outside of the range}."""
 

@@ -98,11 +98,11 @@ def given():
     return {p: rng.normal(size=(DIM, DIM)).astype(np.float32) / 2 for p in paths}
 
 
-def lower(momentum, mode=None):
-    """The program on one device."""
+def lower(momentum, mode=None, devices=None):
+    """The program, by default on one device."""
     model = meshpar.from_linen(Net(), loss, batch(0)["x"], trained="own")
     optimizer = optax.sgd(RATE, momentum or None, nesterov=True)
-    devices = jax.devices()[:1]
+    devices = devices or jax.devices()[:1]
     return meshpar.lower(
         model, optimizer, "data=1", batch(0), devices=devices, mode=mode
     )

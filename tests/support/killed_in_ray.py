@@ -1,7 +1,8 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py CASE..., with server, islands, ahead, lost, birth, births,
-zygote, ports or trials_of_islands as cases: prints "CASE done" for each that went well.
+python killed_in_ray.py CASE..., with server, aggregates, islands, ahead, lost, birth,
+births, zygote, ports or trials_of_islands as cases: prints "CASE done" for each that
+went well.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import tempfile
 import time
 import traceback
 import uuid
+from concurrent import futures
 
 import numpy as np
 import ray
@@ -55,6 +57,36 @@ def server():
         if clock == 4:
             pids = ray.get(coordinator.pids.remote())
             os.kill(pids["server 0"], signal.SIGKILL)
+    assert "server 0" not in ray.get(coordinator.pids.remote())
+
+
+def averages():
+    return Rules(BSP(), updates.add, aggregate=True)
+
+
+def aggregates():
+    """Replicas get averages of two clients; a server is killed, and none is lost."""
+    ranges = [KeyRange(f"w/{i}", 1000) for i in range(4)]
+    coordinator = ray_host.start_servers(ranges, averages, 2, 2)
+    names = [r.name for r in ranges]
+    for worker in "ab":
+        joins = [Join(name, worker, 0) for name in names]
+        RayClient(f"join {worker}", coordinator).operate(joins)
+
+    def work(worker):
+        client = RayClient(worker, coordinator)
+        numbers = np.full(1000, 1 + "ab".index(worker), np.float32)
+        for clock in range(6):
+            for values in client.pull(worker, names, clock, {}):
+                np.testing.assert_array_equal(values.values, np.full(1000, 1.5 * clock))
+            if (worker, clock) == ("b", 2):
+                time.sleep(1.0)  # The push of the other one is gathered.
+                pids = ray.get(coordinator.pids.remote())
+                os.kill(pids["server 0"], signal.SIGKILL)
+            client.push(worker, clock, {n: Payload((None, numbers)) for n in names})
+
+    with futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, "ab"))
     assert "server 0" not in ray.get(coordinator.pids.remote())
 
 
@@ -237,7 +269,7 @@ def trials_of_islands():
 def main(*names):
     ray_start.start_ray()
     cases = server, islands, ahead, lost, birth, births, zygote, ports
-    cases = *cases, trials_of_islands
+    cases = *cases, trials_of_islands, aggregates
     by_name = {case.__name__: case for case in cases}
     for name in names:
         try:
