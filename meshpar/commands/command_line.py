@@ -24,7 +24,13 @@ from meshpar.layouts.layout import parse
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
 from meshpar.runs.catalog import FILES_ALONE, Catalog
-from meshpar.runs.config import AUTO, RunConfig, settings_of, with_settings
+from meshpar.runs.config import (
+    AUTO,
+    RunConfig,
+    settings_of,
+    values_of,
+    with_settings,
+)
 from meshpar.settings import Number, Range
 
 SETTINGS = settings_of(RunConfig)
@@ -69,7 +75,10 @@ PLATFORM = flags.DEFINE_enum(
     "By default accelerators before CPUs.",
 )
 SET = flags.DEFINE_multi_string(
-    "set", [], "KEY=VALUE, such as model.depth=4; docs/settings.md lists the keys."
+    "set", [], "KEY=VALUE, such as evaluate_every=10; --list_settings lists the keys."
+)
+LIST_SETTINGS = flags.DEFINE_bool(
+    "list_settings", False, "List the keys of --set with their values, and end."
 )
 COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "host:port of process 0; set by launchers."
@@ -83,7 +92,7 @@ START_TIMEOUT = flags.DEFINE_float(
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process, from 0.")
 
 OF_CONFIG = (RECIPE, LAYOUT, LOWERING, OPTIMIZER_MODE, DATA, TOKENIZER, STEPS)
-OF_CONFIG += (BATCH_SIZE, SEED, SET)
+OF_CONFIG += (BATCH_SIZE, SEED, SET, LIST_SETTINGS)
 """The flags that `config_from_flags` reads, where the command takes them."""
 
 OF_DEVICES = (DEVICES, PLATFORM, COORDINATOR, NUM_PROCESSES, START_TIMEOUT, PROCESS_ID)
@@ -155,8 +164,9 @@ def config_from_flags() -> RunConfig:
     config = catalog().get(RECIPE.value)
     settings = [*SET.value] if SET.name in flags.FLAGS else []
     known = settings_of(type(config))
+    of_no_key = RECIPE.name, SET.name, LIST_SETTINGS.name
     for flag in OF_CONFIG:
-        taken = flag.name in flags.FLAGS and flag.name not in (RECIPE.name, SET.name)
+        taken = flag.name in flags.FLAGS and flag.name not in of_no_key
         if taken and flag.value is not None:
             key = _KEYS.get(flag.name, flag.name)
             if key not in known:
@@ -169,6 +179,19 @@ def config_from_flags() -> RunConfig:
     if config.layout not in ("", AUTO):
         parse(config.layout)
     return config
+
+
+def _print_settings(config: RunConfig) -> None:
+    """Prints every key of --set: its value, meaning and range."""
+    import rich.table
+
+    from meshpar.commands.reports import terminal
+
+    known = settings_of(type(config))
+    table = rich.table.Table("key", "value", "meaning", "values")
+    for key, value in values_of(config):
+        table.add_row(key, str(value), known[key].help, known[key].range.in_words)
+    terminal.wide_console().print(table)
 
 
 def program(name: str) -> list[str]:
@@ -340,6 +363,9 @@ def run(
                 raise ConfigError(
                     f"arguments {argv[1:]} are not flags; write --name=value"
                 )
+            if LIST_SETTINGS.name in flags.FLAGS and LIST_SETTINGS.value:
+                _print_settings(config_from_flags())
+                return 0
             code = main(argv)
         except MeshparError as error:
             _print_error(str(error))
