@@ -49,7 +49,9 @@ _MODELS = Instance(Consistency, "BSP(), SSP(s), ASP() or BoundedDelay(tau)")
 def need_ray() -> None:
     """Raises MeshparError if Ray is not installed; with the remedy."""
     if importlib.util.find_spec("ray") is None:
-        raise MeshparError('islands: host=ray needs Ray: pip install -e ".[islands]"')
+        raise MeshparError(
+            'islands: host=ray needs Ray: pip install "meshpar[islands]"'
+        )
 
 
 @dataclasses.dataclass(frozen=True)

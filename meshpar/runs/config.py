@@ -276,7 +276,7 @@ def _from_dict(values: Any, whole: type[RunConfig], kind: type, prefix: str) -> 
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"the checkpoint's configuration is not a table of fields but "
-            f"{shown(repr(values))}; use a checkpoint that experiments.run wrote"
+            f"{shown(repr(values))}; use a checkpoint that a run wrote"
         )
     kinds, fields = _hints(kind), {}
     for key, value in values.items():
@@ -298,7 +298,7 @@ def _from_dict(values: Any, whole: type[RunConfig], kind: type, prefix: str) -> 
     except (TypeError, ValueError) as error:  # Missing fields, or fields that clash.
         raise ConfigError(
             f"the checkpoint's configuration: {error}; use a checkpoint that "
-            "experiments.run wrote"
+            "a run wrote"
         ) from error
 
 
