@@ -28,18 +28,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _breakable(title: str) -> str:
-    """HTML of a title that may break behind the commas of a layout."""
-    return re.sub(r",(?=\S)", ",<wbr>", html.escape(title))
+    """A title, as HTML, that may break behind the commas of a layout."""
+    return re.sub(r",(?=\S)", ",<wbr>", title)
 
 
 def _with_contents(body: str) -> str:
     """The body with a list of links to its sections, where it has several."""
-    titles = _SECTION.findall(body)
+    titles = list(map(_breakable, _SECTION.findall(body)))
     if len(titles) < 2:
         return body
     links = (f'<a href="#s{i}">{title}</a>' for i, title in enumerate(titles))
-    numbers = iter(range(len(titles)))
-    body = _SECTION.sub(lambda m: f'<h2 id="s{next(numbers)}">{m[1]}</h2>', body)
+    headings = (f'<h2 id="s{i}">{title}</h2>' for i, title in enumerate(titles))
+    body = _SECTION.sub(lambda _: next(headings), body)
     return f"<nav>{' '.join(links)}</nav>{body}"
 
 
@@ -51,10 +51,11 @@ def write(path: str, title: str, body: str) -> None:
       title: plain text.
       body: HTML below the title; its sections begin with <h2>.
     """
+    title = html.escape(title)
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{html.escape(title)}</title><style>{_LOOK.read_text()}</style>"
+        f"<title>{title}</title><style>{_LOOK.read_text()}</style>"
         f'<body class="report"><h1>{_breakable(title)}</h1>{_with_contents(body)}'
         "</body></html>"
     )

@@ -47,7 +47,11 @@ class Address(Range):
         return not value or bool(match and int(match.group(1)) < 2**16)
 
 
-RECIPE = flags.DEFINE_string("recipe", "", "FILE.py:FUNCTION or MODULE:FUNCTION")
+RECIPE = flags.DEFINE_string(
+    "recipe",
+    "",
+    "FILE.py:FUNCTION or MODULE:FUNCTION; `meshpar` takes it as its first word, too.",
+)
 LAYOUT = flags.DEFINE_string("layout", None, SETTINGS["layout"].help)
 LOWERING = flags.DEFINE_string("lowering", None, SETTINGS["lowering"].help)
 OPTIMIZER_MODE = flags.DEFINE_string(
@@ -276,6 +280,8 @@ def _parse_flags(
     """Words that are not flags; a flag that cannot be is an error with exit code 2."""
     try:
         return flags.FLAGS(list(words))
+    except SystemExit as end:  # The flags of help end as errors do.
+        raise SystemExit(0) from end
     except flags.Error as error:
         message = f"{shown(str(error), 500)}; --help lists the flags and their values"
         name = getattr(error, "flagname", None)

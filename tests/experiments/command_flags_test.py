@@ -119,6 +119,7 @@ def test_flags_that_are_not_read_are_found(tmp_path, monkeypatch):
 def test_help_lists_the_flags_of_the_command():
     words = [sys.executable, "-m", "experiments.plan", "--help"]
     done = subprocess.run(words, cwd=commands.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
     listed = set(re.findall(r"^  -+(?:\[no\])?(\w+)", done.stdout, re.MULTILINE))
     assert listed & (OF_CONFIG | OF_DEVICES) == commands.taken("plan")
     assert {"require", "topology"} <= listed
