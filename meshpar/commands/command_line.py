@@ -271,6 +271,9 @@ def _take(taken: Sequence[flags.FlagHolder], module: str) -> set[str]:
         else:
             delattr(flags.FLAGS, flag.name)
             others.add(flag.name)
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
+        if flag.default is False or flag.default in ("", []):
+            flag.default_as_str = None  # Help would say: default 'false'.
     return others
 
 

@@ -83,9 +83,8 @@ class RunConfig(abc.ABC):
 
     Attributes:
       recipe: the recipe, as `--recipe` names it.
-      optimizer_mode: how devices combine what they learn: "synchronous" in every step,
-        "local_sgd" every few steps (with replica=R in the layout), or "islands" through
-        a store, each at its own pace.
+      optimizer_mode: how devices share updates: "synchronous" in every step,
+        "local_sgd" every few steps, "islands" each at its own pace.
       local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
       islands: how islands train under optimizer_mode="islands".
       layout: the layout, such as "data=2,fsdp=2,tensor=2"; empty for the recipe's, and
@@ -110,8 +109,7 @@ class RunConfig(abc.ABC):
       watchdog_seconds: a run of several processes ends, to be started again, when no
         step finishes for this long and for 20 times the median step; 0 for never.
       watchdog: limits of the other sections of a run.
-      workdir: folder of metrics, checkpoints and the plot of the loss; empty for
-        runs/RECIPE.
+      workdir: folder of metrics, checkpoints and plot; empty for runs/RECIPE.
     """
 
     recipe: Annotated[str, Text(4096)]
