@@ -19,5 +19,9 @@ def readable_bytes(size: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Seconds in milliseconds, such as "12.3 ms"."""
+    """Seconds in the unit that fits, such as "12.3 ms"."""
+    if 0 < seconds < 1e-3:
+        return f"{1e6 * seconds:.1f} µs"
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.1f} ms"

@@ -46,15 +46,15 @@ class DataConfig:
     """The data of a run.
 
     Attributes:
-      path: text, or rows as JSON lines, parquet or csv: a file, a folder or a glob; or
-        a .npy/.bin file of token ids; empty for the text of Python's own standard
-        library.
-      tokenizer: a tokenizer.json; empty for bytes.
+      path: the data: text, or rows as JSON lines, parquet or csv (a file, a folder or a
+        glob), or a .npy or .bin file of token ids; empty for the text of Python's
+        standard library.
+      tokenizer: a tokenizer.json of Hugging Face; empty for bytes.
       held_out: fraction of the tokens that is kept for evaluation.
-      pack: whether samples are packed with whole documents, which do not see each
-        other, in place of windows of the stream.
+      pack: whether a sample holds whole documents, which do not see each other; else it
+        is a window of the stream of all tokens.
       separator: token id that ends a document of a file of token ids; -1 for none.
-      field: the field that holds the text of every row; a row is a document.
+      field: name of the field with the text of a row, which is one document.
     """
 
     path: Annotated[str, Path()] = ""

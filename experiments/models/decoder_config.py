@@ -12,6 +12,8 @@ from meshpar.settings import SMALLEST, Choice, Number, Switch, check, real
 
 _VOCAB = Number(0, MAX_VOCABULARY, "token ids", "0 takes those of the data")
 _HEADS = Number(1, 2**14, "heads")
+_HEAD_WIDTH = Number(0, 2**14, "features", "0 for embed / heads")
+_SCORE_WIDTH = Number(0, 2**20, "features", "0 for that of one head")
 _GROUP = Number(0, 2**24, "tokens", "0 for the whole sequence")
 _ROPE_LENGTH = Number(0, 2**24, "tokens", "0 for all wavelengths")
 _WINDOW_THETA = real(0, 1e12, note="0 for that of the other layers")
@@ -31,70 +33,80 @@ class DecoderConfig:
       kv_heads: number of key and value heads (grouped-query attention).
       head_width: width of one head; 0 for embed / heads.
       qk_norm: whether queries and keys of every head are normalized.
-      qk_norm_joint: whether that norm is one over all heads.
-      score_width: scores of attention are divided by its square root; 0 for the width
-        of one head.
+      qk_norm_joint: whether the norm of `qk_norm` is one over all heads, in place of
+        one for each head.
+      score_width: scores of attention are divided by the square root of this width; 0
+        for the width of one head.
       mlp: width of the feed-forward layer.
-      position: "rope" or "learned".
-      norm: "rmsnorm" or "layernorm".
-      norm_place: where attention and mlp have norms: "before" them, "after" them, on
-        what they add to the residual stream, or "both".
-      norm_plus_one: whether norms multiply by one plus their scale.
-      activation: "swiglu", "geglu" or "gelu".
+      position: how positions enter: "rope" turns queries and keys, "learned" adds a
+        vector for each position.
+      norm: kind of the norms: "rmsnorm" or "layernorm".
+      norm_place: where attention and mlp have norms: "before" them, "after" them (on
+        what they add to the residual stream), or "both".
+      norm_plus_one: whether norms multiply by one plus their scale, in place of their
+        scale.
+      activation: feed-forward layer: "swiglu" and "geglu" have a gate, "gelu" has none.
       bias: whether all linear layers have biases.
-      attention_bias: matrices of attention that have biases without `bias`: "none",
-        "qkv" or "qkvo".
+      attention_bias: which matrices of attention have biases where `bias` is false:
+        "none", "qkv" (queries, keys, values) or "qkvo" (also the output).
       tied: whether the head is the transposed embedding.
-      dropout: rate after the embedding, attention and mlp.
-      embedding_scale: factor of the embedding of tokens.
+      dropout: rate of dropout after the embedding, attention and mlp; 0 for none.
+      embedding_scale: the embedding of tokens is multiplied by this.
       rope_theta: base of the rotary wavelengths.
-      rope_factor: how many times as long rotary wavelengths are, for sequences that are
-        longer than those of pretraining; 1 for no change.
-      rope_length: tokens that sequences of pretraining had; wavelengths that turn often
-        in so many stay as they are. 0 changes all of them.
-      rope_low: wavelengths of fewer turns in `rope_length` change by the whole factor.
-      rope_high: wavelengths of more turns in `rope_length` stay as they are.
-      window_rope_theta: base of rotary wavelengths, none of which change, in layers
-        with a window; 0 for the wavelengths of the other layers.
-      norm_eps: added to the mean square before its root, in norms.
+      rope_factor: rotary wavelengths are stretched by this factor, for sequences longer
+        than those of pretraining; 1 for no change.
+      rope_length: length of the sequences of pretraining: wavelengths that turn often
+        in it are not stretched. 0 stretches all of them.
+      rope_low: wavelengths with fewer turns than this in `rope_length` are stretched by
+        the whole factor.
+      rope_high: wavelengths with more turns than this in `rope_length` are not
+        stretched.
+      window_rope_theta: base of the rotary wavelengths of layers with a window, which
+        are never stretched; 0 for the wavelengths of the other layers.
+      norm_eps: added to the mean square in norms, before its root.
       init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
       num_experts: experts of each layer, of width `mlp` each; 0 for a dense model.
       experts_per_token: experts that each token goes to.
-      shared_experts: experts that all tokens go to, beside those.
-      routing: "capacity" or "dropless", as in `meshpar.ops.experts.MixtureConfig`.
-      capacity_factor: slots of an expert as a multiple of an even share.
+      shared_experts: further experts, to which every token goes.
+      routing: "capacity" gives every expert a number of slots and drops tokens beyond
+        them; "dropless" drops none.
+      capacity_factor: slots of an expert, as a multiple of an even share of the tokens.
       routing_group: tokens of a sequence that share an expert's slots; 0 for all.
-      exchange_bound: largest buffer of dropless routing as a multiple of an even share;
-        0 for no bound.
-      router_score: "softmax" or "sigmoid".
+      exchange_bound: with dropless routing, the most that one device sends to another,
+        as a multiple of an even share; the rest is dropped and counted. 0 for no bound.
+      router_score: how the router scores experts: "softmax" over all of them, or
+        "sigmoid" of each.
       normalize_weights: whether the weights of a token's experts sum to one.
-      weight_scale: factor of these weights.
-      router_nodes: groups of experts to some of which a token is limited; 1 for none.
-      nodes_per_token: groups that a token may go to.
-      router_bias: whether a bias on the router's scores, which follows the loads of the
-        experts, balances them.
-      router_jitter: noise on the router's inputs, 1 +- jitter.
-      balance_loss: weight of GShard's auxiliary loss.
-      z_loss: weight of the loss on the router's logits.
+      weight_scale: the weights of a token's experts are multiplied by this.
+      router_nodes: groups of experts; a token uses experts of `nodes_per_token` groups.
+        1 for no groups.
+      nodes_per_token: groups of experts that one token may use.
+      router_bias: whether experts are balanced by a bias on the router's scores, which
+        rises for those with few tokens and falls for the others.
+      router_jitter: inputs of the router are multiplied by random numbers between 1 -
+        jitter and 1 + jitter.
+      balance_loss: weight of GShard's auxiliary loss, which is least where all experts
+        get as many tokens.
+      z_loss: weight of the loss on the router's logits, which keeps them small.
       window: tokens that each token sees in attention, itself among them; 0 for all.
-      global_every: every so many layers one sees whole sequences, in place of the
-        window; 0 for none. If it does not divide the depth, all layers are one pattern,
-        which no pipeline can split.
-      loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
+      global_every: every so many layers, one sees whole sequences in place of the
+        window; 0 for no such layer. If it does not divide the depth, all layers are one
+        pattern, which no pipeline can split.
+      loss_block: tokens of each sequence whose logits are in memory at once; 0 for all.
       float8: whether layers multiply by weights in float8, as in `meshpar.ops.float8`.
     """
 
     vocab: Annotated[int, _VOCAB] = 256
     length: Annotated[int, Number(1, 2**24, "tokens")] = 128
     depth: Annotated[int, Number(1, 10_000, "layers")] = 4
-    embed: Annotated[int, Number(1, 2**20)] = 128
+    embed: Annotated[int, Number(1, 2**20, "features")] = 128
     heads: Annotated[int, _HEADS] = 4
     kv_heads: Annotated[int, _HEADS] = 2
-    head_width: Annotated[int, Number(0, 2**14, note="0 for embed / heads")] = 0
+    head_width: Annotated[int, _HEAD_WIDTH] = 0
     qk_norm: Annotated[bool, Switch()] = False
     qk_norm_joint: Annotated[bool, Switch()] = False
-    score_width: Annotated[int, Number(0, 2**20, note="0 for that of one head")] = 0
-    mlp: Annotated[int, Number(1, 2**22)] = 384
+    score_width: Annotated[int, _SCORE_WIDTH] = 0
+    mlp: Annotated[int, Number(1, 2**22, "features")] = 384
     position: Annotated[str, Choice(("rope", "learned"))] = "rope"
     norm: Annotated[str, Choice(("rmsnorm", "layernorm"))] = "rmsnorm"
     norm_place: Annotated[str, Choice(("before", "after", "both"))] = "before"

@@ -18,16 +18,18 @@ class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay and global-norm clipping.
 
     Attributes:
-      learning_rate: peak learning rate.
-      warmup_steps: steps of linear warm-up.
+      learning_rate: largest learning rate, at the end of the warm-up.
+      warmup_steps: steps in which the learning rate rises to its peak.
       final_fraction: learning rate at the last step, as a fraction of the peak.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
-      weight_decay: decoupled decay of all weight matrices, but not of biases and
-        norms.
-      clip_norm: largest global gradient norm; 0 for no limit.
-      router_bias_rate: step of the bias that balances experts (`model.router_bias`).
+      b1: decay of the mean of gradients (first moment), per step.
+      b2: decay of the mean of squared gradients (second moment), per step.
+      eps: added to the root of the second moment, by which updates are divided.
+      weight_decay: weight matrices shrink by this times the learning rate in a step;
+        biases and norms do not.
+      clip_norm: gradients are scaled down to this norm over all tensors; 0 for no
+        limit.
+      router_bias_rate: change of the biases that balance experts (`model.router_bias`)
+        in a step.
     """
 
     learning_rate: Annotated[float, real(0, LARGEST)] = 4e-3

@@ -42,11 +42,12 @@ class Config(RunConfig):
     """The whole configuration of a decoder's run.
 
     Attributes:
-      framework: "nnx" or "linen".
+      framework: API of Flax in which the decoder is written, "nnx" or "linen".
       model: the decoder; vocab=0 takes the vocabulary of the data.
       optimizer: the optimizer.
       data: the data.
-      sample_tokens: length of the sample printed at the end.
+      sample_tokens: tokens of the text that the model writes at the end of the run; 0
+        for none.
     """
 
     framework: Annotated[str, Choice(("nnx", "linen"))] = "nnx"

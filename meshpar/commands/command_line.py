@@ -24,7 +24,13 @@ from meshpar.layouts.layout import parse
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
 from meshpar.runs.catalog import FILES_ALONE, Catalog
-from meshpar.runs.config import AUTO, RunConfig, settings_of, with_settings
+from meshpar.runs.config import (
+    AUTO,
+    RunConfig,
+    settings_of,
+    values_of,
+    with_settings,
+)
 from meshpar.settings import Number, Range
 
 SETTINGS = settings_of(RunConfig)
@@ -41,7 +47,11 @@ class Address(Range):
         return not value or bool(match and int(match.group(1)) < 2**16)
 
 
-RECIPE = flags.DEFINE_string("recipe", "", "FILE.py:FUNCTION or MODULE:FUNCTION")
+RECIPE = flags.DEFINE_string(
+    "recipe",
+    "",
+    "FILE.py:FUNCTION or MODULE:FUNCTION; `meshpar` takes it as its first word, too.",
+)
 LAYOUT = flags.DEFINE_string("layout", None, SETTINGS["layout"].help)
 LOWERING = flags.DEFINE_string("lowering", None, SETTINGS["lowering"].help)
 OPTIMIZER_MODE = flags.DEFINE_string(
@@ -69,7 +79,10 @@ PLATFORM = flags.DEFINE_enum(
     "By default accelerators before CPUs.",
 )
 SET = flags.DEFINE_multi_string(
-    "set", [], "KEY=VALUE, such as model.depth=4; docs/settings.md lists the keys."
+    "set", [], "KEY=VALUE, such as evaluate_every=10; --list_settings lists the keys."
+)
+LIST_SETTINGS = flags.DEFINE_bool(
+    "list_settings", False, "List the keys of --set with their values, and end."
 )
 COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "host:port of process 0; set by launchers."
@@ -83,7 +96,7 @@ START_TIMEOUT = flags.DEFINE_float(
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process, from 0.")
 
 OF_CONFIG = (RECIPE, LAYOUT, LOWERING, OPTIMIZER_MODE, DATA, TOKENIZER, STEPS)
-OF_CONFIG += (BATCH_SIZE, SEED, SET)
+OF_CONFIG += (BATCH_SIZE, SEED, SET, LIST_SETTINGS)
 """The flags that `config_from_flags` reads, where the command takes them."""
 
 OF_DEVICES = (DEVICES, PLATFORM, COORDINATOR, NUM_PROCESSES, START_TIMEOUT, PROCESS_ID)
@@ -155,8 +168,9 @@ def config_from_flags() -> RunConfig:
     config = catalog().get(RECIPE.value)
     settings = [*SET.value] if SET.name in flags.FLAGS else []
     known = settings_of(type(config))
+    of_no_key = RECIPE.name, SET.name, LIST_SETTINGS.name
     for flag in OF_CONFIG:
-        taken = flag.name in flags.FLAGS and flag.name not in (RECIPE.name, SET.name)
+        taken = flag.name in flags.FLAGS and flag.name not in of_no_key
         if taken and flag.value is not None:
             key = _KEYS.get(flag.name, flag.name)
             if key not in known:
@@ -169,6 +183,19 @@ def config_from_flags() -> RunConfig:
     if config.layout not in ("", AUTO):
         parse(config.layout)
     return config
+
+
+def _print_settings(config: RunConfig) -> None:
+    """Prints every key of --set: its value, meaning and range."""
+    import rich.table
+
+    from meshpar.commands.reports import terminal
+
+    known = settings_of(type(config))
+    table = rich.table.Table("key", "value", "meaning", "values")
+    for key, value in values_of(config):
+        table.add_row(key, str(value), known[key].help, known[key].range.in_words)
+    terminal.wide_console().print(table)
 
 
 def program(name: str) -> list[str]:
@@ -244,6 +271,9 @@ def _take(taken: Sequence[flags.FlagHolder], module: str) -> set[str]:
         else:
             delattr(flags.FLAGS, flag.name)
             others.add(flag.name)
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
+        if flag.default is False or flag.default in ("", []):
+            flag.default_as_str = None  # Help would say: default 'false'.
     return others
 
 
@@ -253,6 +283,8 @@ def _parse_flags(
     """Words that are not flags; a flag that cannot be is an error with exit code 2."""
     try:
         return flags.FLAGS(list(words))
+    except SystemExit as end:  # The flags of help end as errors do.
+        raise SystemExit(0) from end
     except flags.Error as error:
         message = f"{shown(str(error), 500)}; --help lists the flags and their values"
         name = getattr(error, "flagname", None)
@@ -340,6 +372,9 @@ def run(
                 raise ConfigError(
                     f"arguments {argv[1:]} are not flags; write --name=value"
                 )
+            if LIST_SETTINGS.name in flags.FLAGS and LIST_SETTINGS.value:
+                _print_settings(config_from_flags())
+                return 0
             code = main(argv)
         except MeshparError as error:
             _print_error(str(error))

@@ -50,7 +50,9 @@ _MODELS = Instance(Consistency, "BSP(), SSP(s), ASP() or BoundedDelay(tau)")
 def need_ray() -> None:
     """Raises MeshparError if Ray is not installed; with the remedy."""
     if importlib.util.find_spec("ray") is None:
-        raise MeshparError('islands: host=ray needs Ray: pip install -e ".[islands]"')
+        raise MeshparError(
+            'islands: host=ray needs Ray: pip install "meshpar[islands]"'
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,30 +61,35 @@ class Islands:
 
     Attributes:
       workers: number of islands; each trains under the layout, on devices of its own.
-      algorithm: "downpour", "damped", "compensated", "easgd" or "diloco".
-      consistency: which pushes a pull waits for.
+      algorithm: "downpour", "damped" (by staleness) and "compensated" (for delay) push
+        gradients; "easgd" and "diloco" push differences of weights.
+      consistency: how far islands may run apart: "bsp" waits in every step, "ssp:S" and
+        "bounded_delay:TAU" within a bound, "asp" never.
       fetch: steps between pulls (Downpour's n_fetch).
       push: steps between pushes (Downpour's n_push; tau of EASGD; H of DiLoCo).
-      server_optimizer: optimizer of the store for gradients.
-      learning_rate: learning rate of the store; for DiLoCo that of the outer optimizer.
-      momentum: momentum of the store's "sgd" and of DiLoCo's outer optimizer.
+      server_optimizer: optimizer of the store, where islands push gradients.
+      learning_rate: learning rate of the store; with diloco that of the outer
+        optimizer.
+      momentum: momentum of the store's "sgd", and of the outer optimizer of diloco.
       local_learning_rate: learning rate with which an island moves its own copy of the
         weights between pulls, where it pushes gradients.
-      alpha: EASGD's moving rate.
-      compensation: strength of delay compensation.
-      warm_start: steps that the first island trains alone.
+      alpha: share of the way that easgd moves an island and the center towards each
+        other.
+      compensation: strength of the correction of old gradients in compensated.
+      warm_start: steps that the first island trains alone at the start.
       quorum: islands whose pushes make an average; 0 for the consistency's own rule.
       grace: seconds that an average waits for more islands after its quorum is there.
       wire: format of pushes: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
       error_feedback: whether the error of a lossy format, or what filters leave out, is
         added to the next push.
-      servers: servers of the store.
-      replicas: servers that hold each range.
-      ranges: parts into which the weights are cut, over the servers.
-      host: "threads" of this process, or "ray".
+      servers: number of servers of the store.
+      replicas: number of servers that hold a copy of each range of weights.
+      ranges: parts into which the weights are cut, spread over the servers.
+      host: where islands run: "threads" of this process, or "ray" for processes of
+        their own.
       budget: bytes of a push of gradients, for keys and numbers; the largest updates go
         first and the others wait. 0 for no limit.
-      order: which updates go first where the budget is too small for all.
+      order: which updates a push takes first where `budget` is too small for all.
       own_data: whether island i trains on the i-th part of every batch, and on no
         other; else a part goes to the island that is free next.
       history: older versions of its weights that the store keeps, for readers that want

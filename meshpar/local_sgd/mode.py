@@ -72,20 +72,21 @@ class LocalSGD:
     """Local SGD: how replicas that train separately are synchronized.
 
     Attributes:
-      period: H, steps between two synchronizations of a fragment; or a function from
-        the step at which a period begins to its length. A period of 1 synchronizes all
-        fragments at once.
-      staleness: s, steps between a snapshot and its arrival; with 0 the step waits for
-        the synchronization.
-      fragments: F, equal parts of the weights, synchronized one after the other.
-      outer: optimizer of the global weights, run elementwise on shards; its gradient
-        is global minus average weights. The default is SGD(1), which takes the average.
+      period: steps between two synchronizations of a fragment (H); 1 synchronizes all
+        fragments at once. In Python also a function from the step at which a period
+        begins to its length.
+      staleness: steps that a synchronization travels while training goes on (s); with 0
+        training waits for it.
+      fragments: parts of the weights of equal size, synchronized one after the other
+        (F).
+      outer: optimizer of the global weights, run elementwise on shards; its gradient is
+        global minus average weights. The default is SGD(1), which takes the average.
       merge: how a replica combines its weights with the global weights that arrive.
       wire: format of what travels, both ways: "f32", "bf16", "int8", "int4" or
         "topk:FRACTION".
       error_feedback: whether the error of a lossy format is added to the next message.
       gossip: a graph; replicas average with its neighbours instead of all replicas.
-      damping: updates are multiplied by (1 + s) ** -damping.
+      damping: updates are multiplied by (1 + staleness) ** -damping; 0 for no damping.
 
     Raises:
       StalenessError: the bound does not hold, or two settings contradict each other.

@@ -42,8 +42,8 @@ def topology(text: str) -> list[jax.Device]:
         extra = f"aot-{chip.platform}"
         raise MeshparError(
             f"topology={text!r}: {_first_line(error)}; the {chip.platform.upper()} "
-            f'compiler comes with pip install -e ".[{extra}]", and the shape must be '
-            "one that exists"
+            f'compiler comes with pip install "meshpar[{extra}]", and the shape must '
+            "be one that exists"
         ) from error
 
 
@@ -84,7 +84,7 @@ def stand_ins(text: str) -> list[jax.Device]:
     """
     chip, shape, num_slices = parse_topology(text)
     count, cpus = math.prod(shape), jax.devices("cpu")
-    install = f'pip install -e ".[aot-{chip.platform}]" brings its compiler'
+    install = f'pip install "meshpar[aot-{chip.platform}]" brings its compiler'
     if (num_slices or 1) > 1:
         raise MeshparError(f"topology={text!r}: {install}")
     if len(cpus) < count:

@@ -52,11 +52,11 @@ class WatchdogConfig:
     their own, `watchdog_seconds`.
 
     Attributes:
-      start: reading the data, lowering, and restoring the checkpoint.
-      first_step: compiling and running the first step.
-      evaluation: an evaluation; the first one compiles.
-      save: starting a checkpoint, after the one before it is complete.
-      end: completing the last checkpoint, the plot and the sample.
+      start: longest time of reading the data, lowering, and restoring the checkpoint.
+      first_step: longest time of compiling and running the first step.
+      evaluation: longest time of an evaluation; the first one compiles.
+      save: longest time of starting a checkpoint, after the one before it is complete.
+      end: longest time of completing the last checkpoint, the plot and the sample.
     """
 
     start: Annotated[float, _LIMIT] = 3600.0
@@ -82,27 +82,30 @@ class RunConfig(abc.ABC):
     """The settings of any run; subclasses add the settings of a recipe.
 
     Attributes:
-      recipe: name of the recipe that made it.
-      optimizer_mode: "synchronous", "local_sgd" with replica=R, or "islands".
+      recipe: the recipe, as `--recipe` names it.
+      optimizer_mode: how devices share updates: "synchronous" in every step,
+        "local_sgd" every few steps, "islands" each at its own pace.
       local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
       islands: how islands train under optimizer_mode="islands".
-      layout: layout, such as "data=2,fsdp=2,tensor=2"; empty for the recipe's, and
+      layout: the layout, such as "data=2,fsdp=2,tensor=2"; empty for the recipe's, and
         "auto" for the planner's best.
-      lowering: "shard_map", "jit", or "auto" for the better of the two as compiled;
-        empty for shard_map where the model supports it, else jit.
-      compute_dtype: "float32" or "bfloat16"; master weights are float32.
-      batch_size: sequences per step, over all devices.
-      steps: training steps.
+      lowering: who writes the collectives: "shard_map" for meshpar, "jit" for the
+        compiler, "auto" for the better of the two as compiled; empty for shard_map
+        where the model supports it, else jit.
+      compute_dtype: format of activations and matmuls, "float32" or "bfloat16"; the
+        weights that are trained are float32.
+      batch_size: samples, such as sequences, per step, over all devices together.
+      steps: training steps of the whole run, with those before it resumes.
       seed: seed of initialization, dropout and shuffling.
-      evaluate_every: steps between evaluations.
-      evaluation_batches: batches per evaluation.
-      checkpoint_every: steps between checkpoints.
-      keep_checkpoints: number of checkpoints to keep.
+      evaluate_every: steps between two evaluations.
+      evaluation_batches: most batches of one evaluation.
+      checkpoint_every: steps between two checkpoints.
+      keep_checkpoints: newest checkpoints that are kept; older ones are deleted.
       checkpoint_local_dir: folder on a disk of each machine where each process also
         keeps its own shards; empty for none.
-      checkpoint_local_every: steps between local checkpoints; 0 for
-        `checkpoint_every`.
-      check_replicas: steps between comparisons of all copies of the state; 0 for never.
+      checkpoint_local_every: steps between local checkpoints; 0 for `checkpoint_every`.
+      check_replicas: steps between two comparisons of tensors that several devices hold
+        and that must be equal; 0 for never.
       watchdog_seconds: a run of several processes ends, to be started again, when no
         step finishes for this long and for 20 times the median step; 0 for never.
       watchdog: limits of the other sections of a run.
@@ -116,7 +119,7 @@ class RunConfig(abc.ABC):
     layout: Annotated[str, Text(LONGEST)] = ""
     lowering: Annotated[str, Choice(("", "auto", *LOWERINGS))] = ""
     compute_dtype: Annotated[str, Choice(("float32", "bfloat16"))] = "float32"
-    batch_size: Annotated[int, Number(1, 2**24, "sequences")] = 32
+    batch_size: Annotated[int, Number(1, 2**24, "samples")] = 32
     steps: Annotated[int, Number(1, MAX_STEPS, "steps")] = 200
     seed: Annotated[int, Number(0, 2**32 - 1)] = 0
     evaluate_every: Annotated[int, Number(1, 10**9, "steps")] = 50
@@ -271,7 +274,7 @@ def _from_dict(values: Any, whole: type[RunConfig], kind: type, prefix: str) -> 
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"the checkpoint's configuration is not a table of fields but "
-            f"{shown(repr(values))}; use a checkpoint that experiments.run wrote"
+            f"{shown(repr(values))}; use a checkpoint that a run wrote"
         )
     kinds, fields = _hints(kind), {}
     for key, value in values.items():
@@ -293,7 +296,7 @@ def _from_dict(values: Any, whole: type[RunConfig], kind: type, prefix: str) -> 
     except (TypeError, ValueError) as error:  # Missing fields, or fields that clash.
         raise ConfigError(
             f"the checkpoint's configuration: {error}; use a checkpoint that "
-            "experiments.run wrote"
+            "a run wrote"
         ) from error
 
 

@@ -82,15 +82,18 @@ class LocalSGDConfig:
     """Settings of `LocalSGD` as numbers and texts.
 
     Attributes:
-      outer: optimizer of the global weights: "average", "sgd" or "nesterov".
-      merge: how a replica combines its weights with those that arrive: "shift",
-        "overwrite", "lerp" or "elastic".
-      gossip: graph along which replicas average with neighbours: "ring" or
-        "exponential"; "" for all of them together.
-      warmup_steps: steps with period 1 at the start (post-local SGD).
+      outer: how the global weights move: to the "average" of the replicas, or towards
+        it by steps of "sgd" or "nesterov".
+      merge: how a replica takes the global weights that arrive: "shift" keeps its own
+        steps since the snapshot, "overwrite" drops them, "lerp" mixes both weights,
+        "elastic" pulls both together.
+      gossip: graph along which replicas average with their neighbours alone: "ring" or
+        "exponential"; empty for one average of all.
+      warmup_steps: steps at the start that synchronize every step (post-local SGD).
       outer_learning_rate: learning rate of "sgd" and "nesterov".
       outer_momentum: momentum of "sgd" and "nesterov".
-      merge_weight: weight of a replica's own parameters in "lerp"; alpha of "elastic".
+      merge_weight: share of a replica's own weights in "lerp"; moving rate alpha of
+        "elastic".
     """
 
     outer: Annotated[str, Choice(tuple(OUTERS))] = "average"

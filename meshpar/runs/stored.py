@@ -64,8 +64,8 @@ def stored_config(
     """
     if "config" not in checkpoint.metadata:
         raise CheckpointError(
-            f"{checkpoint.path} holds no configuration: it was not written by "
-            "experiments.run; give the folder of a run"
+            f"{checkpoint.path} holds no configuration: no run wrote it; give the "
+            "folder of a run"
         )
     return known.stored(checkpoint.metadata["config"], recipe)
 

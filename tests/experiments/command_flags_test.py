@@ -8,6 +8,7 @@ import sys
 import pytest
 from support import commands
 
+from experiments.recipes.config import SETTINGS
 from meshpar.commands import command_line
 
 ROOT = commands.ROOT / "experiments"
@@ -118,6 +119,22 @@ def test_flags_that_are_not_read_are_found(tmp_path, monkeypatch):
 def test_help_lists_the_flags_of_the_command():
     words = [sys.executable, "-m", "experiments.plan", "--help"]
     done = subprocess.run(words, cwd=commands.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
     listed = set(re.findall(r"^  -+(?:\[no\])?(\w+)", done.stdout, re.MULTILINE))
     assert listed & (OF_CONFIG | OF_DEVICES) == commands.taken("plan")
     assert {"require", "topology"} <= listed
+
+
+def test_settings_are_listed_with_their_values_and_meanings(monkeypatch, capsys):
+    words = "--recipe=tiny", "--set=model.depth=7", "--steps=9", "--list_settings"
+    done = commands.run("run", words, monkeypatch, capsys)
+    assert done.code == 0 and done.compilations == 0, done.err
+    rows = {
+        key.strip(): cells
+        for key, *cells in re.findall(r"^│(.+?)│(.+?)│(.+?)│(.+?)│$", done.out, re.M)
+    }
+    assert SETTINGS.keys() <= rows.keys()
+    value, meaning, values = (cell.strip() for cell in rows["model.depth"])
+    assert (value, meaning) == ("7", "number of layers.")
+    assert values.startswith("a whole number of layers, at least 1")
+    assert rows["steps"][0].strip() == "9"

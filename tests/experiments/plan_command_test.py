@@ -38,7 +38,8 @@ def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
     assert "<h1>tiny, " in text and "<svg" in text
-    assert ", require=zero=3,remat=full, forbid=pipe</h1>" in text
+    assert "mathdefault" not in text and "currentColor" in text
+    assert ", require=zero=3,remat=full, forbid=pipe</title>" in text
     plans = json.loads(command(*words, "--json").out)
     assert len(plans["best"]) == 2 and plans["devices"] == 4 and plans["refused"]
     for candidate in plans["best"]:

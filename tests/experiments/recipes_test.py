@@ -44,7 +44,7 @@ def test_settings_change_nested_typed_values():
         ("model.heads=3", "heads must divide embed"),
         ("model.norm=batch", "use rmsnorm or layernorm"),
         ("model.loss_block=5", "loss_block=5: use a divisor of length=32"),
-        ("batch_size=0", "batch_size=0: use .* of sequences, at least 1"),
+        ("batch_size=0", "batch_size=0: use .* of samples, at least 1"),
         ("data.held_out=1.5", "held_out=1.5"),
         ("seed=-1", "seed=-1"),
         ("framework=torch", "use nnx or linen"),

@@ -52,7 +52,7 @@ def test_an_error_of_a_trial_ends_the_search():
 
 def test_without_ray_its_processes_are_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MeshparError, match=r'pip install -e "\.\[islands\]"'):
+    with pytest.raises(MeshparError, match=r'pip install "meshpar\[islands\]"'):
         island_trials.search(lambda values: None, VALUES, host="ray")
 
 

@@ -23,26 +23,6 @@ _FLAGS = (
 # Chromium reads messages from descriptor 3 and writes them to 4.
 _START = 'exec "$0" "${@:3}" 3<&"$1" 4>&"$2"'
 
-_CONTRAST = """(() => {
-  const paint = document.createElement("canvas").getContext("2d");
-  const layers = [], start = document.querySelector(SELECTOR);
-  for (let e = start; e; e = e.parentElement)
-    layers.unshift(getComputedStyle(e).backgroundColor);
-  const luminance = (colors) => {
-    for (const color of ["white", ...colors]) {
-      paint.fillStyle = color;
-      paint.fillRect(0, 0, 1, 1);
-    }
-    const [r, g, b] = [...paint.getImageData(0, 0, 1, 1).data].map((v) =>
-      v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const text = luminance([...layers, getComputedStyle(start).color]);
-  const behind = luminance(layers);
-  return (Math.max(text, behind) + 0.05) / (Math.min(text, behind) + 0.05);
-})()"""
-"""Layers of background are painted one over the other, as they may be transparent."""
-
 
 class Page:
     """A tab, and what was seen in it: `errors` of the console and `requests`."""
@@ -55,7 +35,8 @@ class Page:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._events: set[str] = set()
-        (tab,) = self.call("Target.getTargets")["targetInfos"]
+        targets = self.call("Target.getTargets")["targetInfos"]
+        (tab,) = (target for target in targets if target["type"] == "page")
         attached = {"targetId": tab["targetId"], "flatten": True}
         self._session = self.call("Target.attachToTarget", **attached)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -126,10 +107,6 @@ class Page:
         return self.value(
             "[...document.images].filter((i) => !i.naturalWidth).map((i) => i.src)"
         )
-
-    def contrast(self, selector: str) -> float:
-        """Contrast of an element's text with what is behind it, 1 to 21 (WCAG 2)."""
-        return self.value(_CONTRAST.replace("SELECTOR", json.dumps(selector)))
 
     def screenshot(self, path: pathlib.Path, whole: bool = False) -> None:
         """Writes what the window shows, or the whole page, as a PNG."""

@@ -3,6 +3,7 @@
 import datetime
 from typing import Any
 
+import matplotlib
 import matplotlib.figure
 import matplotlib.patches
 import rich.box
@@ -90,6 +91,8 @@ def print_table(found: goodput.Goodput) -> None:
     console.print(str(found), soft_wrap=True)
 
 
+# Layouts hold regexes: their dollar signs are no formulas.
+@matplotlib.rc_context({"text.parse_math": False})
 def figure(found: goodput.Goodput) -> matplotlib.figure.Figure:
     """Draws what every start did when, over the minutes since the first one.
 

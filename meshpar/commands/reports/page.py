@@ -102,7 +102,7 @@ def write(
         f"<h2>Traffic</h2>{pictures.picture(pictures.traffic_figure(explanations))}"
         f"{_roofline(steps)}"
         f"{''.join(map(_section, explanations))}"
-        "<h2>Other layouts</h2><p>All layouts of this model, ranked: "
-        f"<code>{html.escape(plan_command)}</code></p>"
+        "<h2>Other layouts</h2><p>All layouts of this model, ranked:"
+        f'</p><pre class="wide">{html.escape(plan_command)}</pre>'
     )
     html_page.write(path, f"{recipe}: {layouts}", body)

@@ -18,8 +18,6 @@ from meshpar.pipeline.report import PipelineReport
 from meshpar.units import readable_bytes, unit_of_bytes
 
 matplotlib.use("Agg")
-# Layouts hold regexes: their dollar signs are no formulas.
-matplotlib.rcParams["text.parse_math"] = False
 
 _SHADES = {"F": 0.85, "B": 0.5, "W": 0.25}
 _INK = "#1b1f24"  # An svg has the color of the page's text in its place.
@@ -28,8 +26,12 @@ _LOOK = {
     **{"axes.labelcolor": _INK, "axes.edgecolor": _INK, "axes.facecolor": "none"},
     **{"axes.spines.top": False, "axes.spines.right": False},
     **{"legend.frameon": False, "font.size": 9},
+    # Layouts hold regexes: their dollar signs are no formulas.
+    **{"text.parse_math": False},
 }
 with_look = matplotlib.rc_context(_LOOK)
+"""Decorates a function that makes a figure for a page."""
+
 _PREDICTED = ("#1f6fb4", "#c2571a", "#2e8b57", "#8a63b5", "#b8860b", "#4aa3a2")
 _COMPILED, _HIDDEN, _EXPOSED = "#8b949e", "#2e8b57", "#d1495b"
 
@@ -45,6 +47,7 @@ def check_format(path: str) -> None:
         )
 
 
+@with_look
 def svg(figure: matplotlib.figure.Figure) -> str:
     """The figure as an <svg> element without a background, for light and dark pages."""
     buffer = io.StringIO()
@@ -194,7 +197,7 @@ def schedule_figure(pipeline: PipelineReport) -> matplotlib.figure.Figure:
         if pipeline.ticks <= 60:
             name = f"{kind}{microbatch}{'abcdefgh'[chunk] if chunk else ''}"
             middle = row + 0.47 / len(kinds)
-            place = dict(ha="center", va="center", fontsize=6, color="black")
+            place = dict(ha="center", va="center", fontsize=8.5, color="black")
             axes.text(tick + 0.5, middle, name, **place)
     axes.set_xlim(0, pipeline.ticks)
     axes.set_ylim(pipeline.stages, 0)

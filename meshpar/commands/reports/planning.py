@@ -1,13 +1,15 @@
 """Plans as tables, as a picture of time over memory, and as JSON."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import matplotlib.axis
 import matplotlib.figure
+import matplotlib.ticker
 import rich.table
 
-from meshpar.commands.reports import terminal
+from meshpar.commands.reports import pictures, terminal
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans
@@ -131,26 +133,42 @@ def print_plans(plans: Plans, compiled: Sequence[Explanation], top: int) -> None
         console.print(table)
 
 
+def _label_ticks(axis: matplotlib.axis.Axis, readable: Callable[[float], str]) -> None:
+    """Labels a few round numbers of a logarithmic axis with their units."""
+    low, high = axis.get_view_interval()
+    mantissas = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    if high > 4 * low:
+        ticks = matplotlib.ticker.LogLocator(subs=mantissas, numticks=8)
+    else:
+        ticks = matplotlib.ticker.MaxNLocator(5)
+    axis.set_major_locator(ticks)
+    axis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axis.set_major_formatter(lambda value, _: readable(value))
+
+
+@pictures.with_look
 def pareto_figure(plans: Plans) -> matplotlib.figure.Figure:
     """Time over memory of all layouts, with the Pareto front."""
     figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     groups = (
-        ("need more memory", plans.too_large, "0.8"),
+        ("need more memory", plans.too_large, "0.6"),
         ("fit", plans.fitting, "C0"),
     )
     for name, candidates, color in groups:
-        memory = [c.memory.total / 1e9 for c in candidates]
+        memory = [c.memory.total for c in candidates]
         seconds = [c.seconds.total for c in candidates]
         axes.scatter(memory, seconds, s=6, color=color, label=name)
     front = sorted(plans.pareto, key=lambda c: c.memory.total)
-    memory = [c.memory.total / 1e9 for c in front]
+    memory = [c.memory.total for c in front]
     axes.plot(memory, [c.seconds.total for c in front], "C3-o", ms=4, label="front")
-    budget = plans.machine.memory_bytes / 1e9
-    axes.axvline(budget, color="0.4", ls="--", lw=1, label="memory of a device")
+    budget = plans.machine.memory_bytes
+    axes.axvline(budget, color="0.5", ls="--", lw=1, label="memory of a device")
     axes.set(xscale="log", yscale="log")
-    axes.set(xlabel="predicted memory of a device, GB", ylabel="predicted step, s")
-    axes.legend(frameon=False)
+    axes.set(xlabel="predicted memory of a device", ylabel="predicted step")
+    _label_ticks(axes.xaxis, readable_bytes)
+    _label_ticks(axes.yaxis, readable_seconds)
+    axes.legend()
     return figure
 
 
