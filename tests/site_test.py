@@ -96,26 +96,23 @@ SEARCH = """new Promise((done) => {
   input.focus();
   input.value = WORDS;
   input.dispatchEvent(new Event("keyup", {bubbles: true}));
-  const look = () => {
+  const look = (tries) => {
     const hits = [...document.querySelectorAll(".md-search-result__link")];
-    hits.length ? done(hits.map((hit) => hit.href)) : setTimeout(look, 50);
+    const found = hits.map((hit) => hit.href.replace(/\\?[^#]*/, ""));
+    const enough = found.includes(ANSWER) || !tries;
+    enough ? done(found) : setTimeout(look, 100, tries - 1);
   };
-  look();
+  look(600);
 })"""
 
 
 @in_a_browser
-@pytest.mark.parametrize(
-    "words, answer",
-    [
-        ("out of memory", "troubleshooting.html#out-of-memory"),
-        ("zero-bubble", "pipelines.html"),
-    ],
-)
-def test_the_search_finds_the_page_that_answers(words, answer, address, page):
+def test_the_search_finds_the_section_that_answers(address, page):
     page.open(f"{address}/index.html")
-    found = page.value(SEARCH.replace("WORDS", json.dumps(words)))
-    assert any(hit.startswith(f"{address}/{answer}") for hit in found), found
+    answer = f"{address}/troubleshooting.html#out-of-memory"
+    script = SEARCH.replace("WORDS", json.dumps("out of memory"))
+    found = page.value(script.replace("ANSWER", json.dumps(answer)))
+    assert answer in found, found
 
 
 def test_the_index_of_the_search_has_the_section_on_memory(site):

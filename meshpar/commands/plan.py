@@ -133,7 +133,7 @@ def main(_: Sequence[str]) -> int:
         planning.pareto_figure(plans).savefig(PNG.value)
     if HTML.value:
         machine = TOPOLOGY.value or f"{len(devices)} devices"
-        title = f"{config.recipe}, {config.batch_size} sequences, on {machine}"
+        title = f"{config.recipe}, {config.batch_size} samples, on {machine}"
         for name, asked in (("require", REQUIRE.value), ("forbid", FORBID.value)):
             title += f", {name}={asked}" * bool(asked)
         plan_page.write(HTML.value, title, plans, compiled, TOP.value)

@@ -245,8 +245,9 @@ def _check(resolver: _Resolver, params: Mapping[str, Param]) -> None:
     message += "\n  ".join(resolver.lines())
     if resolver.allowable:
         names = sorted({re.escape(p.rsplit("/", 1)[-1]) for p in resolver.allowable})
-        whole = f"({'|'.join(names)})$" if len(names) > 1 else f"{names[0]}$"
-        allowed = dataclasses.replace(layout, allow=(*layout.allow, whole))
+        # Apart they need no quotes, which a shell would take.
+        apart = tuple(f"{name}$" for name in names)
+        allowed = dataclasses.replace(layout, allow=(*layout.allow, *apart))
         if not _resolved(allowed, params)[0].problems:
             message += f"\nThis layout fits: {allowed}"
     raise LayoutError(message)

@@ -197,6 +197,18 @@ def test_one_line_says_all_of_one_problem():
     ]
 
 
+@pytest.mark.parametrize("more", [(), ("big_scale",)])
+def test_a_layout_that_fits_can_be_pasted_between_quotes_of_a_shell(more):
+    names = "norm/scale", "positions", *more
+    params = PARAMS | {name: Param((8,), jnp.float32, None) for name in names}
+    with pytest.raises(LayoutError) as error:
+        resolve("tensor=2", params)
+    fits = str(error.value).partition("This layout fits: ")[2]
+    resolve(fits, params)
+    if not more:
+        assert fits == "tensor=2,allow=positions$,allow=scale$"
+
+
 def test_fsdp_needs_no_names():
     free = {
         "w": Param((6, 16, 8), jnp.float32, None),
