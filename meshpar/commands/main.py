@@ -11,7 +11,7 @@
 
 A recipe is FILE.py:FUNCTION or MODULE:FUNCTION, and the function returns a
 `meshpar.Run`, or for `check` any jax step and its arguments. `meshpar COMMAND --help`
-lists the flags of a command, and `meshpar run RECIPE --list_settings` the keys of --set.
+lists the flags of a command, `meshpar run RECIPE --list_settings` the keys of --set.
 """
 
 import gc
