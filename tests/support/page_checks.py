@@ -135,8 +135,10 @@ _JUDGE = """
 
 _SCRIPT = f"""(() => {{
   const SMALLEST = {SMALLEST_TEXT}, CONTRAST = {LEAST_CONTRAST}, problems = [];
-  for (const change of document.getAnimations())
-    if (change.effect.getTiming().iterations != Infinity) change.finish();
+  // A color that has changed may start the change of those that inherit it.
+  for (let tries = 0; tries < 20; tries++)
+    for (const change of document.getAnimations())
+      if (change.effect.getTiming().iterations != Infinity) change.finish();
   {_TEXTS} {_PICTURES} {_JUDGE}
   return [...new Set(problems)];
 }})()"""
