@@ -5,12 +5,17 @@ r"""Computes figures of published papers, and says whether their claims hold.
     python -m experiments.papers --all --quick
 
 A paper prints a table and its claims, and writes NAME.png and NAME.json to --outputs.
-All papers run on simulated CPU devices, so that every machine finds the same. The exit
-code is 1 if a claim fails.
+All papers run on simulated CPU devices, so that every machine finds the same. Quick
+ones run side by side, in processes of their own. The exit code is 1 if a claim fails.
 """
 
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import rich.progress
 import rich.table
@@ -21,16 +26,21 @@ from experiments.gallery import catalog, paper
 from meshpar.commands import command_line, outputs
 from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
-from meshpar.settings import Path
+from meshpar.settings import Number, Path
 
 LIST = flags.DEFINE_bool("list", False, "List the papers and end.")
 ALL = flags.DEFINE_bool("all", False, "Compute all papers.")
 QUICK = flags.DEFINE_bool("quick", False, "Fewer or smaller cases, and one seed.")
+JOBS = flags.DEFINE_integer(
+    "jobs", 0, "Papers at once; 0 for up to 4 with --quick, by the cores, and else one."
+)
 OUTPUTS = flags.DEFINE_string("outputs", "runs/papers", "Folder of pictures and JSON.")
 command_line.limit(OUTPUTS, Path())
+command_line.limit(JOBS, Number(0, 64, "papers", "0 for up to 4 with --quick"))
 
 _DEVICES = 8
 _SEEDS = (0, 1, 2)
+_MOST_AT_ONCE = 4
 
 
 def _list(console: rich.console.Console) -> None:
@@ -73,6 +83,58 @@ def _print(
     console.print(f"{entry.name}: {verdict}", soft_wrap=True)
 
 
+def _compute(
+    folder: pathlib.Path,
+    quick: bool,
+    name: str,
+    progress: Callable[[str, float], None] = lambda text, share: None,
+) -> paper.Result:
+    """Computes a paper and writes it; the result can be sent between processes."""
+    entry = catalog.get(name)
+    setting = paper.Setting(quick, _SEEDS[:1] if quick else _SEEDS, progress)
+    result = entry.run(setting)
+    paper.write(entry, setting, result, folder)
+    return dataclasses.replace(result, draw=None)
+
+
+def _start_process() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    meshpar.simulate(_DEVICES)
+
+
+def _at_once(
+    names: Sequence[str],
+    jobs: int,
+    compute: Callable[..., paper.Result],
+    bar: rich.progress.Progress,
+) -> Iterator[paper.Result]:
+    """The results of papers in their order, of which several are computed at once."""
+    task = bar.add_task(f"{jobs} at once", total=len(names))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, _start_process) as pool:
+        for result in pool.map(compute, names):
+            bar.advance(task)
+            yield result
+
+
+def _one_by_one(
+    names: Sequence[str],
+    compute: Callable[..., paper.Result],
+    bar: rich.progress.Progress,
+) -> Iterator[paper.Result]:
+    """The results of papers, computed here."""
+    task = bar.add_task("", total=len(names))
+    for index, name in enumerate(names):
+
+        def progress(
+            text: str, share: float, index: int = index, name: str = name
+        ) -> None:
+            bar.update(task, completed=index + share, description=f"{name}: {text}")
+
+        progress("starts", 0.0)
+        yield compute(name, progress)
+
+
 def main(words: Sequence[str]) -> int:
     """Computes the chosen papers; returns the exit code, 1 if a claim fails."""
     console = terminal.wide_console()
@@ -83,22 +145,18 @@ def main(words: Sequence[str]) -> int:
     outputs.check_folder(folder, "--outputs")
     command_line.use_cpu()
     meshpar.simulate(_DEVICES)
-    failed = []
+    failed, names = [], [entry.name for entry in chosen]
+    jobs = JOBS.value or (min(_MOST_AT_ONCE, os.cpu_count()) if QUICK.value else 1)
+    jobs = min(jobs, len(chosen))
+    compute = functools.partial(_compute, folder, QUICK.value)
     with rich.progress.Progress(console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(chosen))
-        for index, entry in enumerate(chosen):
-
-            def progress(
-                text: str, share: float, index: int = index, name: str = entry.name
-            ) -> None:
-                bar.update(task, completed=index + share, description=f"{name}: {text}")
-
-            progress("starts", 0.0)
-            seeds = _SEEDS[:1] if QUICK.value else _SEEDS
-            setting = paper.Setting(QUICK.value, seeds, progress)
-            result = entry.run(setting)
-            picture, _ = paper.write(entry, setting, result, folder)
+        if jobs > 1:
+            results = _at_once(names, jobs, compute, bar)
+        else:
+            results = _one_by_one(names, compute, bar)
+        for entry, result in zip(chosen, results, strict=True):
             _print(bar.console, entry, result)
+            picture = folder / f"{entry.name}.png"
             bar.console.print(f"picture: {picture}", soft_wrap=True)
             if not result.accepted:
                 failed.append(entry.name)

@@ -38,14 +38,15 @@ class Result:
       rows: of the table, each with one text per column.
       claims: all must hold.
       numbers: plain values, which are written as JSON.
-      draw: draws the picture on an empty figure.
+      draw: draws the picture on an empty figure; None of a result that was written in
+        another process.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     claims: tuple[Claim, ...]
     numbers: dict[str, Any]
-    draw: Callable[[matplotlib.figure.Figure], None]
+    draw: Callable[[matplotlib.figure.Figure], None] | None
 
     @property
     def accepted(self) -> bool:

@@ -1,6 +1,8 @@
 """The command `experiments.papers`: lists, refuses, writes, and says what failed."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from support import commands
@@ -50,6 +52,20 @@ def test_a_claim_that_fails_is_named_and_ends_with_code_1(papers, tmp_path):
     assert "good: accepted" in outcome.out and "bad: FAILED: one is two" in outcome.out
     assert "1 of 2 accepted; failed: bad" in outcome.out
     assert not json.loads((tmp_path / "bad.json").read_text())["accepted"]
+
+
+def test_quick_papers_are_computed_side_by_side(tmp_path):
+    names = "pipeline_bubbles", "scaling"
+    words = [*names, "--quick", "--jobs=2", f"--outputs={tmp_path}"]
+    command = [sys.executable, "-m", "experiments.papers", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=commands.ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 accepted" in done.stdout
+    first, second = (done.stdout.index(f"{name}: accepted") for name in names)
+    assert first < second
+    for name in names:
+        assert (tmp_path / f"{name}.png").exists()
+        assert json.loads((tmp_path / f"{name}.json").read_text())["accepted"]
 
 
 @pytest.mark.parametrize(
