@@ -37,7 +37,7 @@ SPACES = {
     _FULL: _AXES,
 }
 """{name: axes}; options such as rematerialization are free in all of them."""
-_QUICK_SPACES = "fsdp", "data, tensor, pipe", _FULL
+_QUICK_SPACES = "data, tensor, pipe", _FULL
 
 
 def planned(axes: Sequence[str], budget: float | None = None) -> Plans | None:

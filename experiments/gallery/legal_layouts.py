@@ -59,7 +59,7 @@ def small_batches(num: int) -> list[dict[str, np.ndarray]]:
 
 
 def _run(setting: Setting) -> Result:
-    wanted, batches = 4 if setting.quick else 24, small_batches(2)
+    wanted, batches = 3 if setting.quick else 24, small_batches(2)
     model = small_model()
 
     def lower(layout: meshpar.Layout, lowering: str = "") -> meshpar.TrainProgram:
