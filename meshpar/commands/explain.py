@@ -161,8 +161,17 @@ def main(_: Sequence[str]) -> int:
         lowered = [
             programs.make_program(config, run, layout, devices) for layout in layouts
         ]
+        by_rows = {
+            rows: programs.make_program(
+                config, run, layout, devices, run.data.abstract_batch(rows)
+            )
+            for rows in sizes
+        }
         explanations = [explain(program) for program in lowered]
-    steps = roofs.steps(config, run, layout, devices, sizes)
+    steps = None
+    if sizes:
+        works = {rows: program.inspection.work for rows, program in by_rows.items()}
+        steps = roofs.Steps(chip_of(devices[0].device_kind), works)
     if PNG.value:
         pictures.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:
@@ -170,6 +179,8 @@ def main(_: Sequence[str]) -> int:
         page.write(HTML.value, config.recipe, explanations, command, steps)
     if JSON.value:
         reports = [e.as_dict() for e in explanations]
+        if steps is not None:
+            reports[0]["roofline"] = steps.as_dict()
         print(json.dumps(reports if len(reports) > 1 else reports[0]))
     else:
         explanation.print_explanations(explanations, PARAMETERS.value)

@@ -13,7 +13,6 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
 from meshpar.contracts.contract import Contract
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.contracts.hlo_work import Work
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.contracts.shares import Shares
 from meshpar.contracts.step_time import StepTime
@@ -75,7 +74,6 @@ class Explanation:
         None for an unknown chip.
       time: of one run, estimated from the compiler's schedule; None where the compiler
         states no cycles.
-      work: FLOPs of one run on one device, and the bytes that it moves (`roofline`).
       violations: lines that say where the program breaks its contract.
       warnings: lines about things that are legal and probably not meant.
       pipeline: its schedule, if there is one.
@@ -96,7 +94,6 @@ class Explanation:
     compiled_bytes: dict[str, int]
     traffic: tuple[CollectiveRow, ...]
     shares: Shares
-    work: Work
     violations: tuple[str, ...]
     warnings: tuple[str, ...]
     pipeline: PipelineReport | None = None
@@ -116,7 +113,6 @@ class Explanation:
             plain["predicted"]["total"] = self.predicted.total
         if self.time is not None:
             plain["time"]["seconds"] = self.time.seconds
-        plain["work"] = self.work._asdict()
         for row in plain["traffic"]:
             if row["declared_bytes"] == float("inf"):
                 row["declared_bytes"] = None
@@ -195,7 +191,6 @@ def describe(
         host_found=inspection.host_transfers if host else None,
         host_seconds=seconds,
         time=inspection.time,
-        work=inspection.work,
         **own,
     )
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from meshpar.errors import MeshparError, shown
 from meshpar.islands.messages import Payload
-from meshpar.islands.rules import Decoder, RefusedError
+from meshpar.islands.rules import Decoder
 from meshpar.settings import Range
 
 FILTERED = "filtered"
@@ -276,26 +276,10 @@ class Filters(Range):
 def _decode(
     filters: tuple[PushFilter, ...], data: Any, size: int, memory: Memory
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """(sorted keys or None, values) of a payload.
-
-    Raises:
-      RefusedError: the filters fail, or give something else.
-    """
-    try:
-        for part in reversed(filters):
-            data = part.decode(data, size, memory)
-        keys, values = data
-        values = np.asarray(values, np.float32)
-        if keys is not None and (keys := np.asarray(keys)).dtype.kind not in "iu":
-            raise TypeError(f"keys are {keys.dtype}")
-    except RefusedError:
-        raise
-    except Exception as error:  # In Ray it would seem as if the server were dead.
-        raise RefusedError(
-            f"filters={filters}: decoded data are no pair (sorted whole keys or None, "
-            f"values): {type(error).__name__}: {error}"
-        ) from error
-    return keys, values
+    """(sorted keys or None, values) of a payload, if the filters are right."""
+    for part in reversed(filters):
+        data = part.decode(data, size, memory)
+    return data
 
 
 def filter_decoders(filters: tuple[PushFilter, ...]) -> Mapping[str, Decoder]:
@@ -361,12 +345,11 @@ class FilteredPushes:
             mine = values[at]
             left = np.zeros_like(mine)  # Also where both are infinite.
             unsent[at] = np.subtract(mine, sent, out=left, where=mine != sent)
-        except RefusedError as error:
-            raise MeshparError(f"push to {name}: {error}") from error
-        except (ValueError, IndexError) as error:
+        except Exception as error:
             raise MeshparError(
-                f"push to {name}: filters={self._filters} made keys and values of it "
-                f"that do not fit {len(values)} numbers: {error}"
+                f"push to {name}: filters={self._filters} made no pair (sorted keys or "
+                f"None, values) of {len(values)} numbers: {type(error).__name__}: "
+                f"{error}"
             ) from error
         return unsent
 

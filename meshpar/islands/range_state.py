@@ -203,7 +203,18 @@ class RangeState:
             if decode is None:
                 raise RefusedError(f"no decoder for the encoding {payload.encoding!r}")
             cache = {} if self._rules.aggregate else self._cache
-            keys, values = decode(payload.data, self._range.size, cache)
+            try:
+                keys, values = decode(payload.data, self._range.size, cache)
+                keys = None if keys is None else np.asarray(keys)
+                values = np.asarray(values)
+            except RefusedError:
+                raise
+            except Exception as error:  # Else a server in Ray would seem to be dead.
+                raise RefusedError(
+                    f"{self._range.name}: the decoder of {payload.encoding!r} gives no "
+                    f"pair (sorted keys or None, values): {type(error).__name__}: "
+                    f"{error}"
+                ) from error
             if self._rules.aggregate and cache:
                 raise RefusedError(
                     f"{self._range.name}: the decoder of {payload.encoding!r} keeps "
@@ -219,6 +230,8 @@ class RangeState:
         wanted = (size,) if keys is None else keys.shape
         if values.shape != wanted or len(wanted) != 1:
             raise RefusedError(f"{name}: values of shape {values.shape}, not {wanted}")
+        if keys is not None and keys.dtype.kind not in "iu":
+            raise RefusedError(f"{name}: keys are {keys.dtype}: use whole numbers")
         if keys is not None and len(keys):
             if keys[0] < 0 or keys[-1] >= size or (np.diff(keys) <= 0).any():
                 raise RefusedError(

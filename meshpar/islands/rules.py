@@ -22,7 +22,8 @@ Decoder = Callable[
 """(data, size of the range, cache) -> (sorted keys or None, values).
 
 The cache belongs to the range, is replicated and saved. A decoder raises `RefusedError`
-for data that it cannot take, such as a hash of keys that it has not seen.
+for data that it cannot take, such as a hash of keys that it has not seen. Any other
+error of a decoder is refused as well.
 """
 
 

@@ -30,8 +30,16 @@ class PushEncoder:
         self._format = make_compression(text)
         self.errors: dict[str, np.ndarray] = {}
 
-    def encode(self, name: str, values: np.ndarray, **payload: object) -> Payload:
-        """The payload of values [n]; further arguments are fields of `Payload`."""
+    def encode(
+        self,
+        name: str,
+        values: np.ndarray,
+        clock: int,
+        weights: np.ndarray,
+        **payload: object,
+    ) -> Payload:
+        """The payload of a range's part [n] of a push, as `FilteredPushes.encode`."""
+        del clock, weights
         if not self._format.lossy:
             return Payload((None, values), PLAIN, **payload)
         if self._feedback:
@@ -40,6 +48,15 @@ class PushEncoder:
         if self._feedback:
             self.errors[name] = values - _decode(self._text, encoded, len(values))
         return Payload(encoded, self._text, **payload)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The errors, as a flat dict."""
+        return {f"error|{name}": error for name, error in self.errors.items()}
+
+    def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        """Takes what it finds of a snapshot."""
+        own = {k.partition("|")[::2]: np.asarray(v) for k, v in snapshot.items()}
+        self.errors = {name: v for (kind, name), v in own.items() if kind == "error"}
 
 
 def decoders(text: str) -> Mapping[str, Decoder]:

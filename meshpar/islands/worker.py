@@ -77,10 +77,10 @@ class Worker:
         self.island = island
         self._spans = collections.deque[Span](maxlen=10_000)
         self._mode, self._slices, self._endpoint = mode, slices, endpoint
-        self._wire = PushEncoder(mode.wire, mode.error_feedback)
-        self._filtered: FilteredPushes | None = None
+        self._encoder: PushEncoder | FilteredPushes
+        self._encoder = PushEncoder(mode.wire, mode.error_feedback)
         if mode.filters:
-            self._filtered = FilteredPushes(mode.filters, name, mode.error_feedback)
+            self._encoder = FilteredPushes(mode.filters, name, mode.error_feedback)
         self._managed: ManagedPushes | None = None
         if mode.budget:
             seed = zlib.crc32(name.encode())
@@ -171,13 +171,10 @@ class Worker:
                 data = keys[at] - np.int32(part.start), vector_N[at].copy()
                 payloads[name] = Payload(data, **facts)
                 continue
-            if self._filtered is not None:
-                push = vector_N[at].copy(), self.clock, self._center_N[at]
-                payloads[name] = self._filtered.encode(name, *push, **facts)
-                continue
             if self.island.read_N is not None:
                 facts["read"] = self.island.read_N[at].copy()
-            payloads[name] = self._wire.encode(name, vector_N[at].copy(), **facts)
+            push = vector_N[at].copy(), self.clock, self._center_N[at]
+            payloads[name] = self._encoder.encode(name, *push, **facts)
         return payloads
 
     def _spent(self, kind: str, start: float) -> None:
@@ -193,9 +190,7 @@ class Worker:
     def snapshot(self) -> dict[str, np.ndarray]:
         """The worker's state between two phases, as a flat dict of arrays."""
         arrays = {f"island|{k}": v for k, v in self.island.snapshot().items()}
-        arrays |= {f"error|{k}": v for k, v in self._wire.errors.items()}
-        if self._filtered is not None:
-            arrays |= self._filtered.snapshot()
+        arrays |= self._encoder.snapshot()
         if self._managed is not None:
             own = self._managed.snapshot()
             arrays |= {f"managed|{k}": v for k, v in own.items()}
@@ -211,9 +206,7 @@ class Worker:
         """Takes the state of a snapshot."""
         own = {k.partition("|")[::2]: np.asarray(v) for k, v in snapshot.items()}
         self.island.restore({k: v for (kind, k), v in own.items() if kind == "island"})
-        self._wire.errors = {k: v for (kind, k), v in own.items() if kind == "error"}
-        if self._filtered is not None:
-            self._filtered.restore(snapshot)
+        self._encoder.restore(snapshot)
         if self._managed is not None:
             self._managed.restore(
                 {k: v for (kind, k), v in own.items() if kind == "managed"}

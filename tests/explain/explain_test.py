@@ -14,6 +14,7 @@ from meshpar.contracts import collective, compiler_log
 from meshpar.contracts.step_time import StepTime
 from meshpar.explain.report import explain
 from meshpar.lowering import auto
+from meshpar.mesh import chips
 
 TINY = model()
 
@@ -164,3 +165,27 @@ def test_the_program_prints_json_and_writes_a_page_of_its_own(
     tags.feed(page.read_text())
     assert tags.links == [] and tags.seen.count("svg") == 4
     assert "zero=3: weights: layer by layer, backward" in page.read_text()
+
+
+def test_steps_of_several_batch_sizes_are_put_under_the_roofline_of_a_chip(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v5e"])
+    html, text = tmp_path / "page.html", ["--recipe=tiny", "--set=model.vocab=64"]
+    flags = [*text, "--layout=data=2", "--devices=2", "--parameters=false"]
+
+    def command(*words):
+        return commands.run("explain", [*flags, *words], monkeypatch, capsys)
+
+    wrong = command("--roofline=4,7")
+    assert wrong.code == 2 and "7" in wrong.err and wrong.compilations == 0
+    done = command("--roofline=32,8", f"--html={html}", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["roofline"]
+    few, many = (found["rows"][rows] for rows in ("8", "32"))
+    # 6 N T, and 12 L S D T of the scores of attention, of half a row of 32 tokens.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+    matmuls = 32 / 2 * (6 * (2 * layer + 64 * 32) + 12 * 2 * 32 * 32)
+    more = (many["flops"] - few["flops"]) / (32 - 8) / matmuls
+    assert 1 < more < 1.2 and few["moved"] < many["moved"] < 4 * few["moved"]
+    assert found["chip"] == "v5e" and found["words"] in html.read_text()

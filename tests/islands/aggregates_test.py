@@ -49,7 +49,7 @@ def payload(kind, worker, clock, encoders):
         keys = np.flatnonzero(values > 0.5).astype(np.int32)
         return Payload((keys, values[keys]), **facts)
     encoder = encoders.setdefault(worker, PushEncoder(kind))
-    return encoder.encode("w", values, **facts)
+    return encoder.encode("w", values, clock, values, **facts)
 
 
 def train(store, kind, check=lambda clock: None):

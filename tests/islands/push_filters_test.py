@@ -193,7 +193,7 @@ def test_a_filter_that_gives_no_pair_is_refused_by_worker_or_store(data, keeps):
     store = Store(parts, BSP(), lambda *_: None, decoders=filter_decoders(filters))
     store.join("a")
     zeros = np.zeros(2, np.float32)
-    with pytest.raises(MeshparError, match="pair|shape|fit 2 numbers"):
+    with pytest.raises(MeshparError, match="pair|shape|whole numbers"):
         store.push("w/0", "a", 0, pushes.encode("w/0", zeros, 0, zeros))
 
 

@@ -153,11 +153,28 @@ def test_few_ranges_move_when_a_server_joins_and_the_load_is_even():
 def test_wires_keep_their_errors_for_the_next_push():
     wire, sent = PushEncoder("int4"), np.zeros(300, np.float32)
     values = np.random.default_rng(1).normal(size=300).astype(np.float32)
-    for _ in range(8):
-        payload = wire.encode("k", values)
+    for clock in range(8):
+        payload = wire.encode("k", values, clock, values)
         sent += decoders("int4")["int4"](payload.data, 300, {})[1]
     np.testing.assert_allclose(sent / 8, values, atol=0.06)
     assert payload.data.nbytes == 512 // 2 + 2 * 4  # Two blocks and their scales.
+
+
+@pytest.mark.parametrize(
+    ("decode", "words"),
+    [
+        (lambda *_: 1 / 0, "decoder of 'own' gives no pair .*ZeroDivisionError"),
+        (lambda *_: 3, "decoder of 'own' gives no pair"),
+        (lambda *_: (np.zeros(2), np.zeros(2)), "keys are float64: use whole numbers"),
+    ],
+)
+def test_a_decoder_that_fails_is_refused_and_changes_nothing(decode, words):
+    parts = [KeyRange("k", 4)]
+    store = Store(parts, ASP(), updates.add, decoders={"own": decode})
+    store.join("a")
+    with pytest.raises(MeshparError, match=words):
+        store.push("k", "a", 0, Payload(0, "own"))
+    assert store.clocks("k") == {"a": 0}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Explanations of layouts that were never compiled, for reports and pictures."""
 
-from meshpar.contracts.hlo_work import Work
 from meshpar.contracts.shares import Shares
 from meshpar.explain.report import CollectiveRow, Explanation
 
@@ -24,7 +23,6 @@ def explanation(layout: str, size: float) -> Explanation:
         compiled_bytes={"peak": int(size)},
         traffic=rows,
         shares=Shares(3 * size),
-        work=Work(0.0, 0.0),
         violations=(),
         warnings=("a warning",),
     )

@@ -1,9 +1,9 @@
 """Training steps of several batch sizes under the roofline of a chip."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
-import jax
 import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
@@ -12,11 +12,7 @@ import rich.table
 from meshpar.commands.reports.pictures import with_look
 from meshpar.contracts.hlo_work import Work
 from meshpar.explain import roofline
-from meshpar.layouts.layout import Layout
-from meshpar.mesh.chips import Chip, chip_of
-from meshpar.runs import programs
-from meshpar.runs.config import RunConfig
-from meshpar.runs.run import Run
+from meshpar.mesh.chips import Chip
 from meshpar.units import readable_bytes, readable_seconds
 
 TITLES = "rows", "FLOPs", "moved", "FLOPs/byte", "at most of the peak", "at least"
@@ -49,6 +45,11 @@ class Steps:
             for rows, work in self.works.items()
         ]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The steps as plain values, for JSON: FLOPs and bytes by rows."""
+        works = {rows: work._asdict() for rows, work in self.works.items()}
+        return {"chip": self.chip.name, "rows": works, "words": self.words}
+
     @property
     def words(self) -> str:
         """The ridge of the chip, and the rows at which the step crosses it."""
@@ -61,32 +62,6 @@ class Steps:
             "on. By the line through the smallest and the largest batch, the step gets "
             f"there {where}"
         )
-
-
-def steps(
-    config: RunConfig,
-    run: Run,
-    layout: Layout,
-    devices: Sequence[jax.Device],
-    sizes: Sequence[int],
-) -> Steps | None:
-    """Compiles the steps of a run with several batch sizes; None without any.
-
-    Args:
-      config: of the run.
-      run: what it trains.
-      layout: the layout.
-      devices: of a kind whose rates are known.
-      sizes: rows of the batches.
-    """
-    if not sizes:
-        return None
-    works = {}
-    for rows in sizes:
-        batch = run.data.abstract_batch(rows)
-        program = programs.make_program(config, run, layout, devices, batch)
-        works[rows] = program.inspection.work
-    return Steps(chip_of(devices[0].device_kind), works)
 
 
 def table(steps: Steps) -> rich.table.Table:
