@@ -164,11 +164,11 @@ class RangeState:
         keys, values = self._taken(push)
         if self._rules.in_rounds:
             self._wait_for_round(push, keys, values)
-        self.clocks[push.worker] += 1
-        if push.payload is not None and not self._rules.in_rounds:
+        elif push.payload is not None:
             self._update(
                 self._contribution(push.worker, push.clock, push.payload, keys, values)
             )
+        self.clocks[push.worker] += 1  # Last: an update may refuse the push.
 
     def _taken(self, push: Push) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Keys and values of a push; RefusedError if the range does not take it."""

@@ -177,6 +177,19 @@ def test_a_decoder_that_fails_is_refused_and_changes_nothing(decode, words):
     assert store.clocks("k") == {"a": 0}
 
 
+def test_a_push_that_the_update_refuses_changes_nothing():
+    store = Store(
+        [KeyRange("k", 4)], ASP(), updates.delay_compensated(updates.add, 0.5)
+    )
+    store.join("a")
+    with pytest.raises(MeshparError, match="the values that the worker read"):
+        store.push("k", "a", 0, np.ones(4, np.float32))
+    assert store.clocks("k") == {"a": 0} and not store.pull("k").values.any()
+    read = np.zeros(4, np.float32)
+    store.push("k", "a", 0, Payload((None, np.ones(4, np.float32)), read=read))
+    assert store.clocks("k") == {"a": 1}
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
