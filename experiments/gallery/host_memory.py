@@ -71,7 +71,7 @@ def peak(depth: int, offload: str) -> tuple[float, float]:
 def deepest(
     offload: str, depths: Sequence[int]
 ) -> tuple[int, dict[int, tuple[float, float]]]:
-    """The deepest decoder that fits, by its neighbours; layers take about as much each.
+    """The deepest decoder that fits; that one layer more does not is tried.
 
     Args:
       offload: parts of the state in host memory.
@@ -82,17 +82,21 @@ def deepest(
     """
     tried = {depth: peak(depth, offload) for depth in depths}
 
-    def fits(depth: int) -> bool:
+    def size(depth: int) -> float:
         if depth not in tried:
             tried[depth] = peak(depth, offload)
-        return tried[depth][1] <= _MEMORY_GB
+        return tried[depth][1]
 
-    first, second = depths[:2]
-    low, high = tried[first][1], tried[second][1]
-    depth = first + int((_MEMORY_GB - low) / (high - low) * (second - first))
-    while fits(depth + 1):
+    before, depth = depths[:2]
+    while True:  # The secant through the last two.
+        layer = (size(depth) - size(before)) / (depth - before)
+        following = depth + math.floor((_MEMORY_GB - size(depth)) / layer)
+        if following in tried:
+            break
+        before, depth = depth, following
+    while size(depth + 1) <= _MEMORY_GB:
         depth += 1
-    while not fits(depth):
+    while size(depth) > _MEMORY_GB:
         depth -= 1
     return depth, tried
 
