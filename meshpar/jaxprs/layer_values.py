@@ -57,15 +57,19 @@ class LayerValues(Interpreter[Value]):
         a sum over all layers.
       sums_layers: whether a sum over a stack is one over its layers; not if the stack
         is padded.
+      totals: whether a number that is added to a total over several layers makes
+        another such total. Otherwise it makes a number of its own layer.
     """
 
     layers: Sequence[int]
     exact: bool
     sums_layers: bool = True
+    totals: bool = False
 
     def __post_init__(self) -> None:
         self._numbers = ValueNumbers()
         self._of_stacks = False
+        self._over_layers: set[int] = set()
 
     def leaf(self, leaf: Leaf) -> Value:
         """The value of an argument."""
@@ -121,11 +125,20 @@ class LayerValues(Interpreter[Value]):
         self, eqn: Any, operands: list[Value], key: tuple[Hashable, ...]
     ) -> list[Value]:
         """The values of an equation's results."""
-        layer, tagged = _joined(operands)
-        return [
+        is_total = self.totals and self._adds_to_total(eqn, operands)
+        layer, tagged = _joined(operands, is_total)
+        values = [
             Value(self._numbers.number("equation", key, tagged, i), layer)
             for i in range(len(eqn.outvars))
         ]
+        if layer is None and any(x.layer is not None for x in operands):
+            self._over_layers.update(value.number for value in values)
+        return values
+
+    def _adds_to_total(self, eqn: Any, operands: Sequence[Value]) -> bool:
+        """Whether a number is added to a total over several layers."""
+        is_sum = eqn.primitive.name == "add" and not eqn.outvars[0].aval.shape
+        return is_sum and any(x.number in self._over_layers for x in operands)
 
     def _cond(self, eqn: Any, operands: list[Value]) -> list[Value]:
         """Results of a conditional, each chosen by itself."""
@@ -187,9 +200,14 @@ class LayerValues(Interpreter[Value]):
         )
 
 
-def _joined(operands: Sequence[Value]) -> tuple[int | None, tuple]:
-    """(layer of a result, operands as a key)."""
+def _joined(operands: list[Value], is_total: bool = False) -> tuple[int | None, tuple]:
+    """(layer of a result, operands as a key).
+
+    Args:
+      operands: of an equation.
+      is_total: whether the result belongs to no layer, whatever its operands do.
+    """
     layers = {x.layer for x in operands} - {None}
-    if len(layers) > 1:
+    if len(layers) > 1 or is_total:
         return None, tuple((x.number, x.layer) for x in operands)
     return next(iter(layers), None), tuple(x.number for x in operands)

@@ -30,6 +30,7 @@ from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
 from meshpar.lowering.clipping import clipped
 from meshpar.lowering.gathered_weights import gathered_specs
 from meshpar.lowering.layer_trace import TracedLayer, held_at_times, trace_layer
+from meshpar.lowering.matrix_owners import OwnedUpdate
 from meshpar.lowering.memory import Held, Memory, predicted_memory
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.small_weights import gather_small
@@ -112,10 +113,12 @@ class Lowering:
         grads = clipped(grads, grad_norm, self.clip_norm)
         trained = self.plan.trained(state.params)
         loss = totals.reported()["loss"]
-        axes = self.replica_axes if self.types_replicas else ()
-        updates, optimizer_state = self.optimizer.update(
-            grads, state.optimizer_state, trained, loss, axes
-        )
+        before = grads, state.optimizer_state, trained, loss
+        if self.owned_update is not None:
+            updates, optimizer_state = self.owned_update.update(*before)
+        else:
+            axes = self.replica_axes if self.types_replicas else ()
+            updates, optimizer_state = self.optimizer.update(*before, axes)
         params = state.params | optax.apply_updates(trained, updates)
         params |= {p: x.astype(params[p].dtype) for p, x in new_state.items()}
         new = state.after_step(params, optimizer_state)
@@ -152,6 +155,13 @@ class Lowering:
             return None
         stack = self.model.layered.split(self.model.params)[1]
         return ChunkedUpdate(self.optimizer, self.plan, frozenset(stack))
+
+    @functools.cached_property
+    def owned_update(self) -> OwnedUpdate | None:
+        """The update of whole matrices at their owners, if the optimizer needs any."""
+        if self.replica_axes or self.optimizer is None:
+            return None
+        return OwnedUpdate.of(self.optimizer, self.plan, self.mesh)
 
     def weights(self, params: Params) -> Params:
         """The copies that a model uses outside shard_map."""
@@ -206,7 +216,14 @@ class Lowering:
         del batch, written
         if axes := self.axes_in_use:
             number, reach = len(self.plan.gradients), self.optimizer.reach
+            if self.owned_update is not None and self.owned_update.is_whole:
+                reach = dataclasses.replace(reach, moves=False)
             yield from optimizer_bounds(axes, self.ways(axes), number, reach)
+
+    def owners_terms(self) -> Iterator[DeclaredCollective]:
+        """What moves between owners of whole matrices and others, by formula."""
+        if self.owned_update is not None:
+            yield from self.owned_update.terms()
 
     def formula_violations(self, written: Sequence[WrittenCollective]) -> list[str]:
         """Differences between a step's collectives and the formula of its layout."""
@@ -264,11 +281,13 @@ class Lowering:
         """Bytes held all through a step, from one traced layer."""
         state, depth = self.plan.bytes_per_device(), self.model.layered.depth
         copies = self.compute_dtype is not None or self.layout.zero_level < 3
+        groups = self.owned_update.groups if self.owned_update is not None else ()
         return Held(
             weights=state["weights"] if copies else 0,
             gradients=state["gradients"],
             activations=depth * traced.saved,
             chunk=_CHUNKS * sum(self.plan.host_bytes().values()) // depth,
+            matrices=max((group.peak_bytes for group in groups), default=0),
         )
 
     def report(self, batch: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ be the same function of a stack (Adam), or else with every operation vectorized 
 layers (Muon, LAMB). Where layers are treated differently, it runs layer by layer.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,75 +117,135 @@ def treats_alike(
     return alike
 
 
-class LayersAtOnce(LayerValues):
-    """Runs an update of the model's own tensors, vectorized over the layers.
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of an update of the model's own tensors.
+
+    Attributes:
+      operands: the values that it reads.
+      results: the values that it makes.
+      run: arrays -> list of arrays, of one row.
+      eqn: the equation that it is; None for a choice between branches.
+    """
+
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    run: Callable[..., Any]
+    eqn: Any = None
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether every layer has results of its own."""
+        return any(value.layer is not None for value in self.results)
+
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        """The values that a step reads."""
+        return self.operands
+
+    @property
+    def makes(self) -> tuple[Value, ...]:
+        """The values that a step makes."""
+        return self.results
+
+    def made(self, known: Mapping[int, Array]) -> dict[int, Array]:
+        """{number: array} of the results; of layers [number of rows, ...].
+
+        Args:
+          known: {number: array} of the operands, likewise.
+        """
+        if self.of_layers:
+            args = [known[x.number] for x in self.operands]
+            axes = tuple(None if x.layer is None else 0 for x in self.operands)
+            results = jax.vmap(lambda *args: tuple(self.run(*args)), axes)(*args)
+        else:
+            results = self.run(*(row_of(known, x) for x in self.operands))
+        return dict(zip((x.number for x in self.results), results, strict=True))
+
+
+def row_of(known: Mapping[int, Array], value: Value) -> Array:
+    """The array of one value; of its own layer, if it has one."""
+    x = known[value.number]
+    return x if value.layer is None else x[value.layer]
+
+
+class UpdateOperations(LayerValues):
+    """The operations of an update of the model's own tensors, each for all layers.
 
     Attributes:
       rows: how layers are stacked.
-      common: {number: array} of values of no layer.
-      stacks: {number: array [number of rows, ...]} of values of each layer.
+      operations: in the order of the update.
+      results: the values of the results as stored; None if the update treats layers
+        differently.
     """
 
-    def __init__(self, rows: LayerRows) -> None:
-        super().__init__(rows.layers, exact=True)
-        self.rows = rows
-        self.common: dict[int, Any] = {}
-        self.stacks: dict[int, Any] = {}
-
-    def results(
+    def __init__(
         self,
+        rows: LayerRows,
         closed: Any,
         leaves: Sequence[Leaf],
-        arrays: Mapping[Hashable, Array],
         order: Sequence[int | RowNumbers],
+        totals: bool = False,
+    ) -> None:
+        """Reads an update.
+
+        Args:
+          rows: how layers are stacked.
+          closed: jaxpr of the update of the model's own tensors.
+          leaves: its arguments.
+          order: for each result as stored, its number, or those of its rows.
+          totals: as of `LayerValues`.
+        """
+        super().__init__(rows.layers, exact=True, totals=totals)
+        self.rows, self._order = rows, order
+        self.operations: list[Operation] = []
+        self.arguments = {self.leaf(leaf).number: leaf.role for leaf in leaves}
+        self.constants_read: dict[int, Any] = {}
+        self._made: set[int] = set()
+        self.results = treats_alike(self.outputs(closed, leaves), order)
+
+    def run_steps(
+        self, steps: Sequence[Any], arrays: Mapping[Hashable, Array]
     ) -> list[Array]:
         """The results as stored.
 
         Args:
-          closed: jaxpr of the update of the model's own tensors.
-          leaves: its arguments.
+          steps: the operations, or others that make the same values.
           arrays: {role: array} of the arguments as stored.
-          order: for each result as stored, its number, or those of its rows.
         """
-        for leaf in leaves:
-            held = self.common if leaf.layer is None else self.stacks
-            held[self.leaf(leaf).number] = arrays[leaf.role]
-        values = treats_alike(self.outputs(closed, leaves), order)
+        known = dict(self.constants_read)
+        known |= {number: arrays[role] for number, role in self.arguments.items()}
+        for step in steps:
+            known |= step.made(known)
         return [
-            self._stored(value, isinstance(place, RowNumbers))
-            for value, place in zip(values, order, strict=True)
+            self._stored(known, value, isinstance(place, RowNumbers))
+            for value, place in zip(self.results, self._order, strict=True)
         ]
 
-    def _stored(self, value: Value, is_stack: bool) -> Array:
+    def _stored(
+        self, known: Mapping[int, Array], value: Value, is_stack: bool
+    ) -> Array:
         if not is_stack:
-            return self._row(value)
-        num = len(self.rows.padding)
+            return row_of(known, value)
+        x, num = known[value.number], len(self.rows.padding)
         if value.layer is None:
-            x = jnp.asarray(self.common[value.number])
+            x = jnp.asarray(x)
             x = jnp.broadcast_to(x, (num, *x.shape))
-        else:
-            x = self.stacks[value.number]
         if not any(self.rows.padding) or len(x) != num:
             return x
         padded = np.expand_dims(self.rows.padding, tuple(range(1, x.ndim)))
         return jnp.where(padded, jnp.zeros_like(x), x)
 
-    def _row(self, value: Value) -> Array:
-        """The array of one value."""
-        if value.layer is None:
-            return self.common[value.number]
-        return self.stacks[value.number][value.layer]
-
     def constant(self, value: Any) -> Value:
         found = super().constant(value)
-        self.common.setdefault(found.number, value)
+        self.constants_read.setdefault(found.number, value)
         return found
 
     def computed(
         self, eqn: Any, operands: list[Value], key: tuple[Hashable, ...]
     ) -> list[Value]:
         values = super().computed(eqn, operands, key)
-        self._hold(values, operands, lambda *args: compat.bind(eqn, args))
+        self._note(operands, values, lambda *args: compat.bind(eqn, args), eqn)
         return values
 
     def chosen(self, eqn: Any, predicate: Value, options: list[Value]) -> Value:
@@ -196,24 +257,50 @@ class LayersAtOnce(LayerValues):
                 chosen = jnp.where(index == number, x, chosen)
             return [chosen]
 
-        self._hold([value], [predicate, *options], choose)
+        self._note([predicate, *options], [value], choose)
         return value
 
-    def _hold(
-        self, values: list[Value], operands: list[Value], run: Callable[..., Any]
+    def _note(
+        self,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        run: Callable[..., Any],
+        eqn: Any = None,
     ) -> None:
-        """Computes values that are not known yet."""
-        of_layers = any(value.layer is not None for value in values)
-        held = self.stacks if of_layers else self.common
-        if all(value.number in held for value in values):
-            return
-        if of_layers:
-            args = [
-                self.common[x.number] if x.layer is None else self.stacks[x.number]
-                for x in operands
-            ]
-            axes = tuple(None if x.layer is None else 0 for x in operands)
-            results = jax.vmap(lambda *args: tuple(run(*args)), axes)(*args)
-        else:
-            results = run(*map(self._row, operands))
-        held |= zip((value.number for value in values), results, strict=True)
+        """Notes an operation whose results are not made yet."""
+        if any(value.number not in self._made for value in results):
+            self._made.update(value.number for value in results)
+            operation = Operation(tuple(operands), tuple(results), run, eqn)
+            self.operations.append(operation)
+
+
+def needed(steps: Sequence[Any], results: Collection[int]) -> list[Any]:
+    """The steps that results depend on, in the same order.
+
+    Args:
+      steps: each after those whose values it reads.
+      results: numbers of values.
+    """
+    wanted, kept = set(results), []
+    for step in reversed(steps):
+        if any(x.number in wanted for x in step.makes):
+            wanted.update(x.number for x in step.reads)
+            kept.append(step)
+    return kept[::-1]
+
+
+def in_order(steps: Sequence[Any]) -> Iterator[Any]:
+    """The steps, each after those whose values it reads."""
+    makers = {x.number: i for i, step in enumerate(steps) for x in step.makes}
+    done: set[int] = set()
+    for start in range(len(steps)):
+        waiting = [start]
+        while waiting:
+            i = waiting[-1]
+            read = {makers[x.number] for x in steps[i].reads if x.number in makers}
+            if before := read - done - {i}:
+                waiting += before
+                continue
+            if waiting.pop() not in done:
+                done.add(i)
+                yield steps[i]

@@ -98,6 +98,7 @@ class Held(NamedTuple):
       head_beside_layers: whether ticks run the head and layers backward.
       scattered: how many times its own bytes the largest gradient takes as a shard,
         with the padding of its last dim; 0 if it is not scattered.
+      matrices: of the update of one device's whole matrices, after all passes.
     """
 
     weights: int
@@ -115,6 +116,7 @@ class Held(NamedTuple):
     in_ticks: bool = False
     head_beside_layers: bool = False
     scattered: float = 0.0
+    matrices: int = 0
 
 
 def predicted_memory(
@@ -148,13 +150,14 @@ def predicted_memory(
             layer += traced.tied
     layer += _GATHERED * held.gathered + traced.grouped + traced.grouped_whole
     whole_head = int(_WHOLE_HEAD * traced.largest) if held.whole_head else 0
+    update = held.matrices - held.activations  # Those are read by then.
     return Memory(
         parameters=state["parameters"],
         optimizer=state["optimizer"],
         weights=held.weights,
         gradients=held.gradients + held.sums,
         activations=held.activations,
-        working=int(max(layer, head, held.chunk)) + whole_head,
+        working=int(max(max(layer, head, held.chunk) + whole_head, update)),
         synchronization=state["synchronization"],
         host=host,
     )

@@ -23,7 +23,7 @@ from meshpar.lowering.layer_update import (
     MODEL,
     ROWS,
     STACKS,
-    LayersAtOnce,
+    UpdateOperations,
     leaves_of,
     results_order,
     treats_alike,
@@ -114,17 +114,44 @@ class Optimizer:
         self, grads: Params, state: Any, params: Params, loss: Array
     ) -> tuple[Params, Any]:
         """The update of stacks, vectorized over the layers."""
+        return self.by_operations(
+            self.operations.operations, grads, state, params, loss
+        )
+
+    def by_operations(
+        self,
+        steps: Sequence[Any],
+        grads: Params,
+        state: Any,
+        params: Params,
+        loss: Array,
+    ) -> tuple[Params, Any]:
+        """(updates, state) after one step.
+
+        Args:
+          steps: those of `operations`, or others that make the same values.
+          grads: {path: gradient}.
+          state: the state before.
+          params: {path: array}.
+          loss: the loss of `grads`.
+        """
         arrays = {("gradient", path): x for path, x in grads.items()}
         arrays |= {("parameter", path): x for path, x in params.items()}
         arrays |= {("state", i): x for i, x in enumerate(jax.tree.leaves(state))}
-        paths, order = self.results_order
-        leaves = leaves_of(self.nesting, self.forms, self.rows)
-        results = LayersAtOnce(self.rows).results(
-            self.traced, leaves, {**arrays, "loss": loss}, order
-        )
+        results = self.operations.run_steps(steps, {**arrays, "loss": loss})
+        paths = self.results_order[0]
         updates = dict(zip(paths, results, strict=False))
         state = jax.tree.unflatten(self.forms.stored, results[len(paths) :])
         return updates, state
+
+    @functools.cached_property
+    def operations(self) -> UpdateOperations:
+        """The operations of an update of the parameters that it sees."""
+        leaves = leaves_of(self.nesting, self.forms, self.rows)
+        read = self.rows, self.traced, leaves, self.results_order[1]
+        found = UpdateOperations(*read)
+        # Norms over all layers, as in clipping, are common to them read as totals.
+        return UpdateOperations(*read, totals=True) if found.results is None else found
 
     @functools.cached_property
     def results_order(self) -> tuple[list[str], list[int | RowNumbers]]:
@@ -390,13 +417,11 @@ def _have_same_results(
 
 def _by_layers(own: Optimizer) -> Optimizer:
     """The optimizer, vectorized over the layers if it treats them alike."""
-    numbers = LayerValues(own.rows.layers, exact=True)
-    leaves = leaves_of(own.nesting, own.forms, own.rows)
-    values = numbers.outputs(own.traced, leaves)
     if any(map(stack_of_row, _dict_keys(own.abstract_state))):
         return own  # Some layers alone have a state.
-    alike = treats_alike(values, own.results_order[1])
-    return own if alike is None else dataclasses.replace(own, layers=ROWS)
+    if own.operations.results is None:
+        return own
+    return dataclasses.replace(own, layers=ROWS)
 
 
 def _dict_keys(tree: Any) -> set[Any]:

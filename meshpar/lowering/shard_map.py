@@ -6,6 +6,7 @@ lowering is a frame (`frame`), a ZeRO policy (`fsdp.zero`) and a runner (`runner
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from meshpar.lowering.automatic_axes import declared_bounds
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_trace import TracedLayer, trace_layer, whole_bytes
+from meshpar.lowering.matrix_owners import FROM_OWNERS, TO_OWNERS, OwnedUpdate
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
@@ -157,13 +159,20 @@ class ShardMapLowering(Lowering):
             own, passes = runner.declared_reductions(), runner.layer_passes
             yield from self.declared_state_moves(passes) if own is None else own
         yield from runner.declared_row_moves(runner.row_passes)
+        yield from self.owners_terms()
+
+    @functools.cached_property
+    def owned_update(self) -> OwnedUpdate | None:
+        """As of all lowerings, unless the runner updates weights itself."""
+        return None if self.runner.trains else super().owned_update
 
     def formula_violations(self, written: Sequence[WrittenCollective]) -> list[str]:
         """Differences between written traffic of weights and gradients and `formula`.
 
         What gives no purpose is in no formula.
         """
-        own = [x for x in written if x.why.startswith(self.runner.purposes)]
+        purposes = *self.runner.purposes, TO_OWNERS, FROM_OWNERS
+        own = [x for x in written if x.why.startswith(purposes)]
         lines = formula_violations(written_terms(own), self.formula())
         return [*lines, *without_purpose(written)]
 

@@ -195,6 +195,7 @@ class Candidates:
             if own is None and key not in self._terms:
                 self._terms[key] = tuple(lowering.declared_state_moves(passes))
             yield from self._terms[key] if own is None else own
+        yield from lowering.owners_terms()
         if layout.expert > 1 or layout.context > 1:
             of_policy = functools.partial(self._layer, lowering)
             yield from layers_terms(lowering.frame, passes, of_policy)

@@ -160,7 +160,10 @@ def step_seconds(
     times_tokens = layout.tensor / ways
     outside += _VOCABULARY * times_tokens * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
-    update *= _UPDATE_BYTES / 4
+    update *= _UPDATE_BYTES / 4 / memory_bandwidth
+    if lowering.owned_update is not None:
+        groups = lowering.owned_update.groups
+        update += sum(group.flops for group in groups) / machine.flops
     state = state_seconds(lowering, machine, traffic, compute)
     state_bytes = sum(term.wire_bytes for term in traffic.all_terms)
     tensor, tensor_bytes = tensor_seconds(lowering, machine, traffic, traced)
@@ -175,7 +178,7 @@ def step_seconds(
         again=again,
         bubble=max(0.0, sum(compute.values()) - layers - again),
         outside=heads * outside,
-        update=update / memory_bandwidth,
+        update=update,
         saved=_SAVED * saves * traced.saved / memory_bandwidth,
         fresh=temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
