@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar
-from experiments.recipes import adamw
+from experiments.recipes import optimizers
 from experiments.recipes.config import Config
 from meshpar.errors import ConfigError
 from meshpar.layouts.axes import FSDP
@@ -38,7 +38,7 @@ def step_and_init(
     value_and_grad = (_by_shard_map if by_shard_map else _by_jit)(program)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.optimizer.clip_norm or float("inf")),
-        adamw.make_optimizer(config.optimizer, config.steps, model),
+        optimizers.make_optimizer(config.optimizer, config.steps, model),
     )
 
     def step(state: Any, batch: Any) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 
 import meshpar
 from experiments import recipes
-from experiments.recipes import adamw
+from experiments.recipes import optimizers
 from meshpar import mesh
 from meshpar.commands import command_line
 from meshpar.layouts.mixes import is_mix
@@ -127,7 +127,7 @@ def predict(recipe: str, topology: str, batch_size: int) -> Gain:
     config = with_settings(recipes.get(name), settings)
     config = dataclasses.replace(config, batch_size=batch_size)
     devices, model = mesh.topology(topology), config.make_model()
-    optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
+    optimizer = optimizers.make_optimizer(config.optimizer, config.steps, model)
     batch, dtype = config.abstract_batch(), programs.compute_dtype(config)
     facts, machine = Facts(model, optimizer, batch, dtype, devices), machine_of(devices)
     return gain(predicted(facts, machine, Wanted.of("", "pipe"))[0], machine)

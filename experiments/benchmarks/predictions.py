@@ -24,7 +24,7 @@ import meshpar
 from experiments.benchmarks import compiled_programs
 from experiments.benchmarks.compiled_programs import Compiled
 from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
-from experiments.recipes import adamw
+from experiments.recipes import optimizers
 from meshpar import mesh
 from meshpar.commands import command_line
 from meshpar.mesh.machine import machine_of
@@ -79,7 +79,7 @@ class Predictor:
             model = config.make_model()
             self._facts[key] = Facts(
                 model,
-                adamw.make_optimizer(config.optimizer, config.steps, model),
+                optimizers.make_optimizer(config.optimizer, config.steps, model),
                 config.abstract_batch(),
                 programs.compute_dtype(config),
                 devices,

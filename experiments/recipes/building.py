@@ -6,9 +6,9 @@ next version.
 
 import warnings
 
-from experiments.recipes.adamw import learning_rates as learning_rates
-from experiments.recipes.adamw import make_optimizer as make_optimizer
 from experiments.recipes.config import Config
+from experiments.recipes.optimizers import learning_rates as learning_rates
+from experiments.recipes.optimizers import make_optimizer as make_optimizer
 from meshpar.runs.programs import compute_dtype as compute_dtype
 
 warnings.warn(

@@ -15,7 +15,11 @@ from experiments.data.files import TOKEN_SUFFIXES
 from experiments.models import linen_decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.recipes.adamw import OptimizerConfig, learning_rates, make_optimizer
+from experiments.recipes.optimizers import (
+    OptimizerConfig,
+    learning_rates,
+    make_optimizer,
+)
 from experiments.recipes.sampling import sample
 from experiments.recipes.token_data import TokenData, check_vocabulary
 from meshpar.arrays import Params

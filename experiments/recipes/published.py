@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Callable
 
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
-from experiments.recipes.adamw import OptimizerConfig
 from experiments.recipes.config import Config
+from experiments.recipes.optimizers import OptimizerConfig
 
 MILLION, BILLION = 10**6, 10**9
 

@@ -14,19 +14,11 @@ import heapq
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshpar.jaxprs.flops import equation_flops
 from meshpar.jaxprs.layer_values import Value
 from meshpar.jaxprs.reach import ELEMENTWISE
-from meshpar.jaxprs.walk import equations, inner_jaxprs
+from meshpar.jaxprs.whole_matrices import matmul_flops, needs_several, needs_whole
 from meshpar.lowering.layer_update import Operation, needed
 from meshpar.lowering.placed_values import Tensor, results_placed
-
-_WHOLE = frozenset(
-    "cholesky custom_linear_solve dot_general eig eigh hessenberg householder_product "
-    "lu lu_pivots_to_permutation qr ragged_dot_general schur svd triangular_solve "
-    "tridiagonal_solve".split()
-)
-"""Primitives whose results depend on whole matrices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Region:
     @property
     def flops(self) -> float:
         """FLOPs of the matmuls for one matrix."""
-        return sum(_flops(op.eqn) for op in self.operations if op.eqn is not None)
+        return sum(matmul_flops(op.eqn) for op in self.operations if op.eqn is not None)
 
     @property
     def peak_bytes(self) -> int:
@@ -103,7 +95,7 @@ class Cut(NamedTuple):
       operations: those that are in no region.
       regions: the regions.
       tensors: {number of a value: how it lies}.
-      is_whole: whether no operation outside of regions needs whole matrices.
+      is_whole: whether the operations outside move nothing but sums.
     """
 
     operations: list[Operation]
@@ -165,15 +157,22 @@ class _Cutter:
                 self.inside -= set(members)
                 left = True
         outside = [op for i, op in enumerate(self.needed) if i not in self.inside]
-        return Cut(outside, regions, self.tensors, not left)
+        local = all(map(self._is_local, outside))
+        return Cut(outside, regions, self.tensors, local and not left)
+
+    def _is_local(self, operation: Operation) -> bool:
+        """Whether devices compute an operation on their own shards, but for sums."""
+        large = any(self._is_large(x.number) for x in operation.operands)
+        specs = (self.tensors[x.number].spec for x in operation.results)
+        return not large or all(spec is not None for spec in specs)
 
     def _may_run_apart(self, region: Region) -> bool:
-        """Whether all that enters is matrices of one tensor or of one stack."""
+        """Whether one matrix enters, of one tensor or of each layer of a stack."""
         large = [x for x in region.entries if self._is_large(x.number)]
-        tensors = [self.tensors[x.number] for x in large]
+        own = (op.eqn for op in region.operations if op.eqn is not None)
         return (
-            all(x.is_matrix for x in tensors)
-            and len({x.rows for x in tensors}) == 1
+            not any(map(needs_several, own))
+            and len({self.tensors[x.number].rows for x in large}) == 1
             and len({x.layer is None for x in large}) == 1
         )
 
@@ -249,7 +248,7 @@ class _Cutter:
         return (
             any(x.is_large for x in operands)
             and any(x.is_large for x in results)
-            and _is_whole(operation.eqn)
+            and needs_whole(operation.eqn)
         )
 
     def _follows(
@@ -436,17 +435,3 @@ class _Cutter:
         layers = tuple(x.layer is None for x in (*entries, *exits))
         leaving = tuple(names[x.number] for x in exits)
         return tuple(done), forms, layers, leaving
-
-
-def _flops(eqn: Any) -> float:
-    """FLOPs of the matmuls of an equation, in loops as often as they run."""
-    inner = sum(_flops(e) for body in inner_jaxprs(eqn) for e in body.eqns)
-    return equation_flops(eqn) + eqn.params.get("length", 1) * inner
-
-
-def _is_whole(eqn: Any) -> bool:
-    """Whether an equation, or one inside it, needs whole matrices."""
-    if eqn.primitive.name in _WHOLE:
-        return True
-    inner = inner_jaxprs(eqn)
-    return any(e.primitive.name in _WHOLE for body in inner for e in equations(body))

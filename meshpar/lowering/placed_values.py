@@ -42,16 +42,6 @@ class Tensor(NamedTuple):
         """Whether it is more than one number per tensor that is trained."""
         return self.trained and math.prod(self.shape) > 1
 
-    @property
-    def is_matrix(self) -> bool:
-        """Whether a row has at most two dims."""
-        return sum(n > 1 for n in self.shape) <= 2
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes that split it."""
-        return (*self.rows, *(axis for axes in self.spec or () for axis in axes))
-
 
 def results_placed(operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
     """How the results of an operation outside of regions lie."""

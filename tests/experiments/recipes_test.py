@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from experiments import data, recipes
-from experiments.recipes import adamw
-from experiments.recipes.adamw import OptimizerConfig
+from experiments.recipes import optimizers
 from experiments.recipes.config import DataConfig
+from experiments.recipes.optimizers import OptimizerConfig
 from meshpar import layouts
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.runs import programs
@@ -192,6 +192,8 @@ def test_linen_refuses_what_it_does_not_have():
 
 
 def test_learning_rate_warms_up_and_decays():
-    rates = adamw.learning_rates(OptimizerConfig(1.0, 10), steps=100)
+    rates = optimizers.learning_rates(
+        OptimizerConfig(learning_rate=1.0, warmup_steps=10), steps=100
+    )
     assert 0 < rates(0) < rates(5) < rates(10) == 1.0
     assert rates(100) == pytest.approx(0.1)

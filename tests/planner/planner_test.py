@@ -20,7 +20,7 @@ from support.tiny_models import (
 from support.tpu_programs import small, tpu
 
 import meshpar
-from experiments.recipes import adamw
+from experiments.recipes import optimizers
 from meshpar import mesh
 from meshpar.contracts.host_transfers import link_seconds
 from meshpar.errors import LayoutError, MeshparError
@@ -130,7 +130,7 @@ def test_experts_are_predicted_as_devices_hold_them():
     settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=768"]
     config, devices = with_settings(small(), settings), mesh.topology("v5p:2x2x1")
     model = config.make_model()
-    optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
+    optimizer = optimizers.make_optimizer(config.optimizer, config.steps, model)
     rows = config.abstract_batch()
     dtype = programs.compute_dtype(config)
     made = Candidates(
@@ -164,7 +164,7 @@ def test_tensor_splits_no_rows_of_tokens_and_their_experts():
     traced = trace_layer(
         model.layered, lowering.plan, lowering.mesh, program.step_batch
     )
-    optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
+    optimizer = optimizers.make_optimizer(config.optimizer, config.steps, model)
     dtype = programs.compute_dtype(config)
     facts = Facts(model, optimizer, config.abstract_batch(), dtype, devices)
     layer = facts.layer(layout, config.batch_size / 2, 2)
