@@ -13,7 +13,6 @@ Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,9 +31,10 @@ from meshpar.jaxprs.layer_values import Value
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.lowering.layer_rows import RowNumbers
 from meshpar.lowering.layer_update import MODEL, ROWS, in_order, needed
-from meshpar.lowering.matrix_regions import Cut, Region, find_regions
+from meshpar.lowering.matrix_regions import Cut, find_regions
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.placed_values import Tensor
+from meshpar.lowering.region import Region
 
 TO_OWNERS = "matrices to their owners"
 FROM_OWNERS = "updates of matrices from their owners"
@@ -50,7 +50,7 @@ class Group:
       tensors: {number of a value: how it lies}.
       sizes: {mesh axis: size} along which the matrices are dealt out, in the order in
         which a tensor becomes whole: inner to outer.
-      depth: rows of a stack on one device; 1 for single tensors.
+      depth: matrices of a tensor on one device.
       mesh: the device mesh.
       transports: how tensors travel.
     """
@@ -91,7 +91,7 @@ class Group:
         first = self.regions[0]
         value = (*first.entries, *first.exits)[place]
         why = TO_OWNERS if place < len(first.entries) else FROM_OWNERS
-        yield from self._terms(self.tensors[value.number], why)
+        yield from self._terms(self._matrix(value), why)
 
     def _terms(self, tensor: Tensor, why: str) -> Iterator[DeclaredCollective]:
         """What moves of one value of all matrices, to their owners or back."""
@@ -155,27 +155,31 @@ class Group:
     ) -> list[list[Array]]:
         """`made` of one device's shards."""
         first = self.regions[0]
-        is_single = [x.layer is None for x in first.entries]
-        dealt, counts = [], []
+        dealt, outer = [], ()
         for place, value in enumerate(first.entries):
-            parts = [
-                own[place][None] if is_single[place] else own[place] for own in entries
-            ]
-            counts = [len(part) for part in parts]
+            matrix, parts = self._matrix(value), [own[place] for own in entries]
+            outer = parts[0].shape[: parts[0].ndim - len(matrix.shape)]
+            parts = [part.reshape(-1, *part.shape[len(outer) :]) for part in parts]
             rows = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
             if extra := self.own * self.ways - len(rows):
                 widths = ((0, extra), *((0, 0) for _ in rows.shape[1:]))
                 rows = jnp.pad(rows, widths, mode="edge")
-            dealt.append(self._to_owners(rows, self.tensors[value.number]))
+            dealt.append(self._to_owners(rows, matrix))
         updates = jax.vmap(lambda *rows: tuple(first.run(rows, common)))(*dealt)
-        ends = list(itertools.accumulate(counts))
         exits: list[list[Array]] = [[] for _ in self.regions]
+        num = len(self.regions)
         for value, update in zip(first.exits, updates, strict=True):
-            rows = self._from_owners(update, self.tensors[value.number])
-            parts = jnp.split(rows[: ends[-1]], ends[:-1])
+            rows = self._from_owners(update, self._matrix(value))
+            parts = jnp.split(rows[: num * self.depth], num)
             for own, part in zip(exits, parts, strict=True):
-                own.append(part[0] if value.layer is None else part)
+                own.append(part.reshape(*outer, *part.shape[1:]))
         return exits
+
+    def _matrix(self, value: Value) -> Tensor:
+        """How one matrix of a value lies."""
+        x = self.tensors[value.number]
+        first = 1 if self.regions[0].batch else 0
+        return x._replace(shape=x.shape[first:], spec=x.spec[first:])
 
     def _to_owners(self, x: Array, tensor: Tensor) -> Array:
         """This device's whole matrices, of one device's shards of all."""
@@ -322,12 +326,13 @@ def _groups(
     for region in found.regions:
         by_key.setdefault(region.key, []).append(region)
     for alike in by_key.values():
-        first = alike[0].entries[0]
-        rows = found.tensors[first.number].rows
-        dealt = {axis: sizes[axis] for axis in reversed(sizes) if axis not in rows}
+        first, batch = alike[0].entries[0], alike[0].batch
+        tensor = found.tensors[first.number]
+        outer = (*tensor.rows, *(tensor.spec[0] if batch else ()))
+        dealt = {axis: sizes[axis] for axis in reversed(sizes) if axis not in outer}
         ways = math.prod(dealt.values())
-        num = 1 if first.layer is None else depth
-        num //= math.prod(sizes[axis] for axis in rows)
+        num = (1 if first.layer is None else depth) * max(batch, 1)
+        num //= math.prod(sizes[axis] for axis in outer)
         together = -(-num * len(alike) // ways) < -(-num // ways) * len(alike)
         for regions in [alike] if together else [[region] for region in alike]:
             yield regions, dealt, num

@@ -1,91 +1,22 @@
 """The parts of an optimizer's update that need whole matrices, cut from its operations.
 
-Muon orthogonalizes a matrix by products with itself, and every element of the result
-depends on all others. A `Region` holds the operations of one such part: from the values
-that enter it, sharded as the training state is, to those that leave it. Whoever runs a
-region gives each of its matrices whole to one device (`matrix_owners`).
-
-Regions begin and end where the fewest bytes cross their border. Regions of the same
-operations on matrices of the same form have equal keys and can run together.
+Regions begin and end where the fewest bytes cross their border.
 """
 
 import dataclasses
 import heapq
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import jax
 
 from meshpar.jaxprs.layer_values import Value
+from meshpar.jaxprs.one_of_batch import mixes_batch
 from meshpar.jaxprs.reach import ELEMENTWISE
-from meshpar.jaxprs.whole_matrices import matmul_flops, needs_several, needs_whole
+from meshpar.jaxprs.whole_matrices import needs_several, needs_whole
 from meshpar.lowering.layer_update import Operation, needed
 from meshpar.lowering.placed_values import Tensor, results_placed
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Operations that need whole matrices, of one tensor or stack.
-
-    Attributes:
-      operations: in order.
-      entries: values that enter, an array for each matrix.
-      common: values that enter and are the same for all matrices.
-      exits: values that leave.
-      sizes: {number: bytes} of one matrix of all values inside.
-      key: equal for regions that do the same with matrices of the same form.
-    """
-
-    operations: tuple[Operation, ...]
-    entries: tuple[Value, ...]
-    common: tuple[Value, ...]
-    exits: tuple[Value, ...]
-    sizes: Mapping[int, int]
-    key: Hashable
-
-    @property
-    def reads(self) -> tuple[Value, ...]:
-        """The values that a step reads."""
-        return *self.entries, *self.common
-
-    @property
-    def makes(self) -> tuple[Value, ...]:
-        """The values that a step makes."""
-        return self.exits
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the matmuls for one matrix."""
-        return sum(matmul_flops(op.eqn) for op in self.operations if op.eqn is not None)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of values for one matrix at a time."""
-        last: dict[int, int] = {}
-        for i, operation in enumerate(self.operations):
-            last |= {x.number: i for x in operation.operands}
-        last |= {x.number: len(self.operations) for x in self.exits}
-        sizes = self.sizes
-        held = {x.number: sizes[x.number] for x in self.entries}
-        peak = sum(held.values())
-        for i, operation in enumerate(self.operations):
-            held |= {x.number: sizes[x.number] for x in operation.results}
-            peak = max(peak, sum(held.values()))
-            held = {n: size for n, size in held.items() if last.get(n, -1) > i}
-        return peak
-
-    def run(self, entries: Sequence[Any], common: Sequence[Any]) -> list[Any]:
-        """The exits of one matrix.
-
-        Args:
-          entries: arrays of one row.
-          common: arrays.
-        """
-        given = (*self.entries, *self.common), (*entries, *common)
-        known = {x.number: a for x, a in zip(*given, strict=True)}
-        for operation in self.operations:
-            results = operation.run(*(known[x.number] for x in operation.operands))
-            numbers = (x.number for x in operation.results)
-            known |= zip(numbers, results, strict=True)
-        return [known[x.number] for x in self.exits]
+from meshpar.lowering.region import Region
 
 
 class Cut(NamedTuple):
@@ -151,8 +82,8 @@ class _Cutter:
         regions, left = [], False
         for members in self._components():
             region = self._region(members)
-            if self._may_run_apart(region):
-                regions.append(region)
+            if (apart := self._apart(region)) is not None:
+                regions.append(apart)
             else:
                 self.inside -= set(members)
                 left = True
@@ -166,15 +97,36 @@ class _Cutter:
         specs = (self.tensors[x.number].spec for x in operation.results)
         return not large or all(spec is not None for spec in specs)
 
-    def _may_run_apart(self, region: Region) -> bool:
-        """Whether one matrix enters, of one tensor or of each layer of a stack."""
+    def _apart(self, region: Region) -> Region | None:
+        """The region if one matrix enters, of one tensor or of each layer of a stack.
+
+        Or of each place along the first dim, as of a stack that the model itself holds.
+        """
         large = [x for x in region.entries if self._is_large(x.number)]
+        tensors = [self.tensors[x.number] for x in large]
+        if (
+            len({x.rows for x in tensors}) > 1
+            or len({x.layer is None for x in large}) > 1
+        ):
+            return None
         own = (op.eqn for op in region.operations if op.eqn is not None)
-        return (
-            not any(map(needs_several, own))
-            and len({self.tensors[x.number].rows for x in large}) == 1
-            and len({x.layer is None for x in large}) == 1
-        )
+        if not any(map(needs_several, own)):
+            return region
+        every = [self.tensors[x.number] for x in (*region.entries, *region.exits)]
+        sizes = {x.shape[:1] for x in every}
+        firsts = {x.spec[:1] for x in every}
+        if (
+            sizes == {()}
+            or len(sizes) > 1
+            or len(firsts) > 1
+            or len(large) < len(region.entries)
+        ):
+            return None
+        region = dataclasses.replace(region, batch=every[0].shape[0])
+        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tensors]
+        common = [self.tensors[x.number] for x in region.common]
+        common = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in common]
+        return None if mixes_batch(region.run, shapes, common) else region
 
     # How values lie.
 

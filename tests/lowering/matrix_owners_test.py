@@ -75,11 +75,22 @@ def narrow():
     return optax.chain(optax.trace(0.9), ortho, optax.scale(-1e-2))
 
 
+def of_last_dims(params):
+    """Matrices of stacks that the model itself holds, too."""
+
+    def numbers(x):
+        dims = x.ndim - 2, x.ndim - 1
+        return contrib.MuonDimensionNumbers(*dims) if x.ndim >= 2 else None
+
+    return jax.tree.map(numbers, params)
+
+
 OPTIMIZERS = {
     "muon": contrib.muon(1e-2, weight_decay=0.1),
     "adaptive": contrib.muon(1e-2, adaptive=True, nesterov=False),
     "aol": contrib.muon(1e-2, preconditioning="aol", ns_steps=3),
     "clipped": optax.chain(optax.clip_by_global_norm(0.5), contrib.muon(1e-2)),
+    "stacks": contrib.muon(1e-2, muon_weight_dimension_numbers=of_last_dims),
     "rotated": rotated_adam(),
     "narrow": narrow(),
 }
@@ -111,7 +122,7 @@ def draw(seed):
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), AXES)
     depth = int(rng.choice([2, 3, 4])) * sizes[0]
     layered = {"q": (8, 16), "k": (8, 16), "up": (16, 8), "bias": (8,)}
-    alone = {"head": (8, 16), "table": (24, 8)}
+    alone = {"head": (8, 16), "table": (24, 8), "stack": (8, 16, 8)}
     shapes = {f"layers/{i}/{n}": s for n, s in layered.items() for i in range(depth)}
     shapes |= alone
     stacked = rng.random() < 0.7
@@ -318,22 +329,21 @@ def test_regions_begin_and_end_where_values_are_narrow():
 
 
 @pytest.mark.parametrize(
-    "name, shape", [("muon", (8,)), ("adam", (8, 16)), ("svd of stacks", (4, 8, 16))]
+    "name, shape", [("muon", (8,)), ("adam", (8, 16)), ("neighbours", (4, 8, 16))]
 )
 def test_nothing_is_dealt_out_where_no_matrix_has_to_be_whole(name, shape):
-    """Nor where one tensor holds many: it would be whole on one device."""
+    """Nor where a stack's matrices meet: all would be whole on one device."""
     mesh = Mesh(np.array(jax.devices()).reshape(1, 1, 8, 1), AXES)
     case = Case({"w": shape}, LayerRows({}), mesh, {"w": ((),) * len(shape)})
-    others = {"adam": optax.adam(1e-2), "svd of stacks": singular()}
+    others = {"adam": optax.adam(1e-2), "neighbours": neighbours()}
     update = owned_of(name, case, others.get(name))[3]
     assert update is None or (update.groups == [] and not update.is_whole)
 
 
-def singular():
-    """All singular values become 1, of each matrix of a stack."""
+def neighbours():
+    """Each matrix of a stack times its neighbour, which no device may miss."""
 
     def one(x):
-        u, _, v = jnp.linalg.svd(x, full_matrices=False)
-        return u @ v
+        return x @ jnp.roll(x, 1, 0).swapaxes(1, 2) @ x
 
     return optax.stateless(lambda updates, _: jax.tree.map(one, updates))
