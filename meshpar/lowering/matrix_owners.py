@@ -35,6 +35,7 @@ from meshpar.lowering.matrix_regions import Cut, find_regions
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.placed_values import Tensor
 from meshpar.lowering.region import Region
+from meshpar.mesh.order import computed
 
 TO_OWNERS = "matrices to their owners"
 FROM_OWNERS = "updates of matrices from their owners"
@@ -163,7 +164,8 @@ class Group:
             rows = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
             if extra := self.own * self.ways - len(rows):
                 widths = ((0, extra), *((0, 0) for _ in rows.shape[1:]))
-                rows = jnp.pad(rows, widths, mode="edge")
+                # XLA:CPU would split the exchange where copies begin, and fail.
+                rows = computed(jnp.pad(rows, widths, mode="edge"))
             dealt.append(self._to_owners(rows, matrix))
         updates = jax.vmap(lambda *rows: tuple(first.run(rows, common)))(*dealt)
         exits: list[list[Array]] = [[] for _ in self.regions]
