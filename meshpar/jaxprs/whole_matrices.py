@@ -26,12 +26,9 @@ def needs_whole(eqn: Any) -> bool:
     return any(e.primitive.name in _WHOLE for e in _with_inner(eqn))
 
 
-def needs_several(eqn: Any) -> bool:
-    """Whether an equation, or one inside it, needs several matrices of one tensor.
-
-    They would all be on one device, as those of a stack that the model itself holds.
-    """
-    return any(math.prod(_batch(e)) > 1 for e in _with_inner(eqn))
+def num_matrices(eqn: Any) -> int:
+    """The most matrices of one tensor that an equation, or one inside it, reads."""
+    return max(math.prod(_batch(e)) for e in _with_inner(eqn))
 
 
 def _batch(eqn: Any) -> Sequence[int]:

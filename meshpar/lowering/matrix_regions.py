@@ -13,7 +13,7 @@ import jax
 from meshpar.jaxprs.layer_values import Value
 from meshpar.jaxprs.one_of_batch import mixes_batch
 from meshpar.jaxprs.reach import ELEMENTWISE
-from meshpar.jaxprs.whole_matrices import needs_several, needs_whole
+from meshpar.jaxprs.whole_matrices import needs_whole, num_matrices
 from meshpar.lowering.layer_update import Operation, needed
 from meshpar.lowering.placed_values import Tensor, results_placed
 from meshpar.lowering.region import Region
@@ -110,19 +110,16 @@ class _Cutter:
         ):
             return None
         own = (op.eqn for op in region.operations if op.eqn is not None)
-        if not any(map(needs_several, own)):
+        if (batch := max(map(num_matrices, own), default=1)) == 1:
             return region
         every = [self.tensors[x.number] for x in (*region.entries, *region.exits)]
-        sizes = {x.shape[:1] for x in every}
-        firsts = {x.spec[:1] for x in every}
         if (
-            sizes == {()}
-            or len(sizes) > 1
-            or len(firsts) > 1
+            {x.shape[:1] for x in every} != {(batch,)}
+            or len({x.spec[:1] for x in every}) > 1
             or len(large) < len(region.entries)
         ):
             return None
-        region = dataclasses.replace(region, batch=every[0].shape[0])
+        region = dataclasses.replace(region, batch=batch)
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tensors]
         common = [self.tensors[x.number] for x in region.common]
         common = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in common]
