@@ -221,7 +221,7 @@ class Lowering:
             yield from optimizer_bounds(axes, self.ways(axes), number, reach)
 
     def owners_terms(self) -> Iterator[DeclaredCollective]:
-        """What moves between owners of whole matrices and others, by formula."""
+        """The collectives between owners of whole matrices and others, by formula."""
         if self.owned_update is not None:
             yield from self.owned_update.terms()
 

@@ -84,7 +84,7 @@ class Group:
         return self.own * self.regions[0].peak_bytes
 
     def terms(self, place: int) -> Iterator[DeclaredCollective]:
-        """What moves of one value of all matrices, by their forms alone.
+        """The collectives of one value of all matrices, by their forms alone.
 
         Args:
           place: of the value among those that enter, and then among those that leave.
@@ -95,7 +95,7 @@ class Group:
         yield from self._terms(self._matrix(value), why)
 
     def _terms(self, tensor: Tensor, why: str) -> Iterator[DeclaredCollective]:
-        """What moves of one value of all matrices, to their owners or back."""
+        """The collectives of one value, to the owners of the matrices or back."""
         item = np.dtype(self.transports.wire_dtype(tensor.dtype)).itemsize
         size = self.own * math.prod(tensor.shape) * item
         for axis, ways in reversed(self.sizes.items()):
@@ -264,7 +264,7 @@ class OwnedUpdate:
         return [step for step in self.steps if isinstance(step, Group)]
 
     def terms(self) -> Iterator[DeclaredCollective]:
-        """What moves, by the forms of the matrices alone."""
+        """The collectives of the update, by the forms of the matrices alone."""
         seen: set[Any] = set()
         for group in self.groups:
             first = group.regions[0]

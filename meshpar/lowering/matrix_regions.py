@@ -371,7 +371,7 @@ class _Cutter:
         common: Sequence[Value],
         exits: Sequence[Value],
     ) -> Hashable:
-        """What a region does, without the names of its values."""
+        """The operations of a region as a key, without the names of its values."""
         names: dict[int, Hashable] = {x.number: ("common", x.number) for x in common}
         names |= {x.number: ("entry", i) for i, x in enumerate(entries)}
         done = []

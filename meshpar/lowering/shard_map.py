@@ -163,7 +163,7 @@ class ShardMapLowering(Lowering):
 
     @functools.cached_property
     def owned_update(self) -> OwnedUpdate | None:
-        """As of all lowerings, unless the runner updates weights itself."""
+        """The update at owners of matrices; None if the runner updates weights."""
         return None if self.runner.trains else super().owned_update
 
     def formula_violations(self, written: Sequence[WrittenCollective]) -> list[str]:
