@@ -95,12 +95,14 @@ def muon(
                 math.prod(x.shape[matrix.stacked : split]),
                 math.prod(x.shape[split:]),
             )
-            flat = x.reshape(*x.shape[: matrix.stacked], *sizes)
             turn = orthogonal
             for _ in range(matrix.stacked):
                 turn = jax.vmap(turn)
-            scaled = _RMS * math.sqrt(max(sizes)) * turn(flat).astype(x.dtype)
-            return scaled.reshape(x.shape)
+            # As bfloat16 before and after all else: it is what travels to owners.
+            narrow = x.astype(jnp.bfloat16)
+            flat = turn(narrow.reshape(*x.shape[: matrix.stacked], *sizes))
+            scale = _RMS * math.sqrt(max(sizes))
+            return scale * flat.reshape(x.shape).astype(x.dtype)
 
         return jax.tree_util.tree_map_with_path(one, updates)
 

@@ -14,6 +14,7 @@ from meshpar.jaxprs.layer_values import Value
 from meshpar.jaxprs.one_of_batch import mixes_batch
 from meshpar.jaxprs.reach import ELEMENTWISE
 from meshpar.jaxprs.whole_matrices import needs_whole, num_matrices
+from meshpar.layouts.plan import Spec
 from meshpar.lowering.layer_update import Operation, needed
 from meshpar.lowering.placed_values import Tensor, results_placed
 from meshpar.lowering.region import Region
@@ -128,16 +129,27 @@ class _Cutter:
     # How values lie.
 
     def _followed(self, inside: Collection[int]) -> dict[int, Tensor]:
-        """How all values lie, if some operations are in regions."""
+        """How all values lie, if some operations are in regions.
+
+        Where nothing else says how a value of a region shall leave it, it lies as one
+        of the same shape that enters.
+        """
         tensors = dict(self.given)
+        entered: dict[int, dict[tuple[int, ...], Spec]] = {}
         for i, operation in enumerate(self.needed):
             operands = [tensors[x.number] for x in operation.operands]
+            known: dict[tuple[int, ...], Spec] = {}
+            if i in inside:
+                for x, tensor in zip(operation.operands, operands, strict=True):
+                    own = {tensor.shape: tensor.spec} if tensor.spec else {}
+                    known |= entered.get(x.number, own)
             for value, new in zip(
                 operation.results, results_placed(operation, operands), strict=True
             ):
-                if new.spec is None and i in inside:
-                    like = (x.spec for x in operands if x.shape == new.shape and x.spec)
-                    new = new._replace(spec=next(like, ((),) * len(new.shape)))
+                if i in inside:
+                    entered[value.number] = known
+                    spec = known.get(new.shape, ((),) * len(new.shape))
+                    new = new if new.spec else new._replace(spec=spec)
                 tensors.setdefault(value.number, new)
         return tensors
 

@@ -328,6 +328,20 @@ def test_regions_begin_and_end_where_values_are_narrow():
     assert moved == [jnp.bfloat16, jnp.bfloat16]
 
 
+def test_updates_leave_as_what_enters_lies():
+    """Through reshapes, too: heads and their widths are one dim of the matrix."""
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 1, 4, 2), AXES)
+    spec = ((), ("fsdp",), ("tensor",), ())
+    case = Case({"q": (3, 8, 4, 8)}, LayerRows({}), mesh, {"q": spec})
+    dims = contrib.MuonDimensionNumbers(1, (2, 3))
+    numbers = lambda params: jax.tree.map(lambda _: dims, params)  # noqa: E731
+    heads = contrib.muon(1e-2, muon_weight_dimension_numbers=numbers)
+    (group,) = owned_of("heads", case, heads)[3].groups
+    (region,) = group.regions
+    lies = [group.tensors[x.number].spec for x in (*region.entries, *region.exits)]
+    assert (region.batch, group.own, lies) == (3, 1, [spec, spec])
+
+
 @pytest.mark.parametrize(
     "name, shape", [("muon", (8,)), ("adam", (8, 16)), ("neighbours", (4, 8, 16))]
 )
