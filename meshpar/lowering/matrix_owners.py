@@ -14,7 +14,7 @@ Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -233,7 +233,7 @@ class OwnedUpdate:
 
     @classmethod
     def of(cls, optimizer: Optimizer, plan: Plan, mesh: Mesh) -> "OwnedUpdate | None":
-        """The update under a plan; None if it needs no whole matrices.
+        """The update under a plan; None if no matrices get owners.
 
         Args:
           optimizer: the optimizer.
@@ -250,10 +250,13 @@ class OwnedUpdate:
         found = find_regions(update.operations, results, _arguments(optimizer, plan))
         if not found.regions:
             return None
-        transports = transports_for(mesh, tuple(sizes))
+        parts = _groups(found, sizes, len(update.rows.padding))
+        if parts is None:
+            return None
+        moved = mesh, transports_for(mesh, tuple(sizes))
         groups = [
-            Group(tuple(regions), found.tensors, ways, num, mesh, transports)
-            for regions, ways, num in _groups(found, sizes, len(update.rows.padding))
+            Group(tuple(regions), found.tensors, ways, num, *moved)
+            for regions, ways, num in parts
         ]
         steps = needed(list(in_order([*found.operations, *groups])), results)
         return cls(optimizer, tuple(steps), found.is_whole)
@@ -314,16 +317,18 @@ def _arguments(optimizer: Optimizer, plan: Plan) -> dict[int, Tensor]:
 
 def _groups(
     found: Cut, sizes: Mapping[str, int], depth: int
-) -> Iterator[tuple[list[Region], dict[str, int], int]]:
+) -> list[tuple[list[Region], dict[str, int], int]] | None:
     """(regions, as of `Group`: sizes, depth) of each group.
 
     Regions run together where devices have fewer matrices than one after the other.
+    None if tensors of one region are split in opposite orders of axes.
 
     Args:
       found: the regions of one update.
       sizes: {mesh axis in use: size}, outer to inner.
       depth: rows of a stack.
     """
+    groups = []
     by_key: dict[Any, list[Region]] = {}
     for region in found.regions:
         by_key.setdefault(region.key, []).append(region)
@@ -331,10 +336,46 @@ def _groups(
         first, batch = alike[0].entries[0], alike[0].batch
         tensor = found.tensors[first.number]
         outer = (*tensor.rows, *(tensor.spec[0] if batch else ()))
-        dealt = {axis: sizes[axis] for axis in reversed(sizes) if axis not in outer}
+        values = (*alike[0].entries, *alike[0].exits)
+        dims = [axes for x in values for axes in found.tensors[x.number].spec]
+        inner = [axis for axis in reversed(sizes) if axis not in outer]
+        if (order := _inner_first(inner, dims)) is None:
+            return None
+        dealt = {axis: sizes[axis] for axis in order}
         ways = math.prod(dealt.values())
         num = (1 if first.layer is None else depth) * max(batch, 1)
         num //= math.prod(sizes[axis] for axis in outer)
         together = -(-num * len(alike) // ways) < -(-num // ways) * len(alike)
         for regions in [alike] if together else [[region] for region in alike]:
-            yield regions, dealt, num
+            groups.append((regions, dealt, num))
+    return groups
+
+
+def _inner_first(
+    axes: Sequence[str], dims: Sequence[tuple[str, ...]]
+) -> list[str] | None:
+    """The axes, each after those that split the parts which it makes of a dim.
+
+    None if two dims ask for opposite orders.
+
+    Args:
+      axes: mesh axes, in the order that is kept where dims do not ask for another.
+      dims: the axes that split each dim, outer to inner.
+    """
+    left, order = list(axes), []
+    while left:
+        free = (
+            axis
+            for axis in left
+            if not any(set(left) & set(_inside(axis, dim)) for dim in dims)
+        )
+        if (axis := next(free, None)) is None:
+            return None
+        left.remove(axis)
+        order.append(axis)
+    return order
+
+
+def _inside(axis: str, dim: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that split the parts of a dim which another axis makes."""
+    return dim[dim.index(axis) + 1 :] if axis in dim else ()

@@ -55,9 +55,12 @@ class _Cutter:
     """Divides the operations of an update into regions and others.
 
     Attributes:
+      results: numbers of the values that the update gives.
       needed: the operations that results depend on, in order.
+      given: {number: how it lies} of the arguments and constants.
       tensors: how every value lies.
       makers: {number of a value: number of its operation}.
+      readers: {number of a value: numbers of the operations that read it}.
       inside: numbers of the operations in regions.
       levels: for each operation, how many regions come before it.
     """
@@ -99,9 +102,10 @@ class _Cutter:
         return not large or all(spec is not None for spec in specs)
 
     def _apart(self, region: Region) -> Region | None:
-        """The region if one matrix enters, of one tensor or of each layer of a stack.
+        """The region, if it works with matrices one by one; else None.
 
-        Or of each place along the first dim, as of a stack that the model itself holds.
+        They are one of each tensor, one of each layer of a stack, or one at each place
+        along the first dim, as in a stack that the model itself holds.
         """
         large = [x for x in region.entries if self._is_large(x.number)]
         tensors = [self.tensors[x.number] for x in large]
@@ -179,9 +183,9 @@ class _Cutter:
         return set(filter(self._is_large, read))
 
     def _derived(self, entries: Collection[int]) -> dict[int, int]:
-        """{value: number of its operation} of what follows from these values alone.
+        """{value: number of its operation} of what follows from some values.
 
-        Beside them from what is not trained.
+        Nothing else that is trained takes part.
         """
         found: dict[int, int] = {}
         waiting = [i for n in entries for i in self.readers.get(n, ())]
@@ -257,7 +261,6 @@ class _Cutter:
         return self.tensors[number].is_large
 
     def _readers(self) -> dict[int, list[int]]:
-        """{number of a value: numbers of the operations that read it}."""
         found: dict[int, list[int]] = {}
         for i, operation in enumerate(self.needed):
             for x in operation.operands:
@@ -355,9 +358,9 @@ class _Cutter:
         return self.makers.get(number, -1)
 
     def _chain(self, number: int, inside: Collection[int]) -> list[int]:
-        """The values that may enter in place of one, as it follows from each alone.
+        """The values that may enter in place of one, from the nearest on backwards.
 
-        From the last one on backwards, as far as none is larger.
+        Each is as small, and the one follows from it alone.
 
         Args:
           number: of a large value.

@@ -134,6 +134,7 @@ def draw(seed):
 
     def spec(shape):
         free = [a for a in AXES[1:] if mesh.shape[a] > 1 and rng.random() < 0.7]
+        free = rng.permutation(free).tolist()
         dims = [[] for _ in shape]
         for axis in free:
             dim = int(rng.integers(len(shape)))
@@ -326,6 +327,21 @@ def test_regions_begin_and_end_where_values_are_narrow():
     (region,) = group.regions
     moved = [group.tensors[x.number].dtype for x in (*region.entries, *region.exits)]
     assert moved == [jnp.bfloat16, jnp.bfloat16]
+
+
+def test_dims_in_opposite_orders_of_axes_are_left_to_the_compiler():
+    """Parts of one come in the order of fsdp, and of the other in that of tensor."""
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 1, 4, 2), AXES)
+    spec = {"a": ((), ("fsdp", "tensor")), "b": ((), ("tensor", "fsdp"))}
+    case = Case({"a": (8, 16), "b": (8, 16)}, LayerRows({}), mesh, spec)
+
+    def update(updates, _):
+        a, b = updates["a"], updates["b"]
+        return {"a": a @ b.T @ a, "b": b}
+
+    assert owned_of("both", case, optax.stateless(update))[3] is None
+    same = case._replace(specs=spec | {"b": spec["a"]})
+    assert owned_of("both", same, optax.stateless(update))[3].is_whole
 
 
 def test_updates_leave_as_what_enters_lies():
