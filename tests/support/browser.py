@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -117,7 +118,8 @@ class Page:
 @contextlib.contextmanager
 def open_page() -> Iterator[Page]:
     """A Chromium with one empty page, ended at the end."""
-    with tempfile.TemporaryDirectory() as profile:
+    # Its processes write to the profile until the last of them has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         read_commands, write_commands = os.pipe()
         read_answers, write_answers = os.pipe()
         ends = str(read_commands), str(write_answers)
@@ -127,6 +129,7 @@ def open_page() -> Iterator[Page]:
             pass_fds=(read_commands, write_answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(read_commands)
         os.close(write_answers)
@@ -135,5 +138,5 @@ def open_page() -> Iterator[Page]:
                 yield Page(write_commands, answers)
         finally:
             os.close(write_commands)
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
