@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.dtypes import canonicalize_dtype
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, Params, parameter_path
@@ -300,7 +301,7 @@ def _arguments(optimizer: Optimizer, plan: Plan) -> dict[int, Tensor]:
         leaves["state", i] = leaf, isinstance(place, RowNumbers), trained
     constants = map(np.asarray, update.constants_read.values())
     tensors = {
-        number: Tensor(x.shape, x.dtype, (), ((),) * x.ndim)
+        number: Tensor(x.shape, canonicalize_dtype(x.dtype), (), ((),) * x.ndim)
         for number, x in zip(update.constants_read, constants, strict=True)
     }
     for number, role in update.arguments.items():
