@@ -177,6 +177,8 @@ class UpdateOperations(LayerValues):
       operations: in the order of the update.
       results: the values of the results as stored; None if the update treats layers
         differently.
+      kept: {key: what was found out about the update}, so that planners, which ask for
+        many layouts, find it out once.
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class UpdateOperations(LayerValues):
         self.operations: list[Operation] = []
         self.arguments = {self.leaf(leaf).number: leaf.role for leaf in leaves}
         self.constants_read: dict[int, Any] = {}
+        self.kept: dict[Hashable, Any] = {}
         self._made: set[int] = set()
         self.results = treats_alike(self.outputs(closed, leaves), order)
 

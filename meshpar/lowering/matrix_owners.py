@@ -14,7 +14,7 @@ Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -246,9 +246,19 @@ class OwnedUpdate:
             return None
         if optimizer.reach.branches and optimizer.layers != ROWS:
             return None  # Operation by operation, all branches of a conditional run.
+        kept, key = optimizer.operations.kept, (mesh, *_specs(plan))
+        if key not in kept:
+            kept[key] = cls._of(optimizer, plan, mesh, sizes)
+        return kept[key]
+
+    @classmethod
+    def _of(
+        cls, optimizer: Optimizer, plan: Plan, mesh: Mesh, sizes: Mapping[str, int]
+    ) -> "OwnedUpdate | None":
         update = optimizer.operations
         results = [value.number for value in update.results]
-        found = find_regions(update.operations, results, _arguments(optimizer, plan))
+        arguments = _arguments(optimizer, plan)
+        found = find_regions(update.operations, results, arguments, update.kept)
         if not found.regions:
             return None
         parts = _groups(found, sizes, len(update.rows.padding))
@@ -285,6 +295,12 @@ class OwnedUpdate:
     ) -> tuple[Params, Any]:
         """(updates, state) after one step, as `Optimizer.update`."""
         return self.optimizer.by_operations(self.steps, grads, state, params, loss)
+
+
+def _specs(plan: Plan) -> tuple[Hashable, ...]:
+    """How the training state lies, as a key."""
+    params = tuple((path, leaf.spec) for path, leaf in plan.parameters.items())
+    return params, tuple(leaf.spec for leaf in plan.optimizer)
 
 
 def _arguments(optimizer: Optimizer, plan: Plan) -> dict[int, Tensor]:

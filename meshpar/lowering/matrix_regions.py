@@ -6,7 +6,7 @@ Regions begin and end where the fewest bytes cross their border.
 import dataclasses
 import heapq
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -40,6 +40,7 @@ def find_regions(
     operations: Sequence[Operation],
     results: Collection[int],
     tensors: Mapping[int, Tensor],
+    kept: dict[Hashable, Any],
 ) -> Cut:
     """Cuts regions out of an update.
 
@@ -47,8 +48,9 @@ def find_regions(
       operations: of the update, in order.
       results: numbers of the values that it gives.
       tensors: {number: how it lies} of the arguments and constants.
+      kept: which regions mix the matrices of a batch, as found out before.
     """
-    return _Cutter(operations, results, tensors).cut()
+    return _Cutter(operations, results, tensors, kept).cut()
 
 
 class _Cutter:
@@ -58,6 +60,7 @@ class _Cutter:
       results: numbers of the values that the update gives.
       needed: the operations that results depend on, in order.
       given: {number: how it lies} of the arguments and constants.
+      kept: which regions mix the matrices of a batch.
       tensors: how every value lies.
       makers: {number of a value: number of its operation}.
       readers: {number of a value: numbers of the operations that read it}.
@@ -70,10 +73,11 @@ class _Cutter:
         operations: Sequence[Operation],
         results: Collection[int],
         tensors: Mapping[int, Tensor],
+        kept: dict[Hashable, Any],
     ) -> None:
         self.results = frozenset(results)
         self.needed = needed(operations, self.results)
-        self.given = dict(tensors)
+        self.given, self.kept = dict(tensors), kept
         self.tensors = self._followed(())
         self.makers = {
             x.number: i for i, op in enumerate(self.needed) for x in op.results
@@ -128,7 +132,10 @@ class _Cutter:
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tensors]
         common = [self.tensors[x.number] for x in region.common]
         common = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in common]
-        return None if mixes_batch(region.run, shapes, common) else region
+        made = tuple(x.number for op in region.operations for x in op.results)
+        if made not in self.kept:
+            self.kept[made] = mixes_batch(region.run, shapes, common)
+        return None if self.kept[made] else region
 
     # How values lie.
 
