@@ -81,7 +81,7 @@ def muon(
 
     Args:
       learning_rate: of AdamW's scale.
-      momentum: decay of the mean of gradients, per step (Nesterov's).
+      momentum: decay of the running sum of gradients, per step (Nesterov's).
       weight_decay: weights shrink by this times the learning rate in a step.
       model: names the dims of the tensors.
     """

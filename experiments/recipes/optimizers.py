@@ -26,7 +26,7 @@ class OptimizerConfig:
       b1: decay of the mean of gradients (first moment), per step.
       b2: decay of the mean of squared gradients (second moment), per step.
       eps: added to the root of the second moment, by which updates are divided.
-      momentum: decay of Muon's mean of gradients, per step.
+      momentum: decay of Muon's running sum of gradients, per step.
       weight_decay: weight matrices shrink by this times the learning rate in a step;
         biases and norms do not.
       clip_norm: gradients are scaled down to this norm over all tensors; 0 for no

@@ -16,10 +16,9 @@ from jax import lax
 
 from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.jaxprs.reach import ELEMENTWISE
+from meshpar.jaxprs.reach import ELEMENTWISE, REDUCTIONS
 from meshpar.jaxprs.walk import CALLS, Interpreter
 
-_REDUCTIONS = frozenset("reduce_max reduce_min reduce_prod reduce_sum".split())
 _FACTORS = frozenset("cholesky eigh lu qr svd triangular_solve".split())
 
 
@@ -78,7 +77,7 @@ class OneOfBatch(Interpreter[Part]):
         return [_moved(eqn, operands[0])]
 
     def _scan(self, eqn: Any, operands: list[Part]) -> list[Part]:
-        """The results of a scan whose body is evaluated likewise."""
+        """The results of a scan, whose body runs with one matrix, too."""
         num_consts, num_carry = compat.scan_counts(eqn)
         consts, rest = operands[:num_consts], operands[num_consts:]
         carry, xs = rest[:num_carry], rest[num_carry:]
@@ -176,7 +175,7 @@ def _dot_general(eqn: Any, lhs: Part, rhs: Part) -> Part:
 def _moved(eqn: Any, x: Part) -> Part:
     """The result of an equation of one operand that keeps, moves or sums other dims."""
     name, params, dim, shape = eqn.primitive.name, eqn.params, x.dim, x.array.shape
-    if name in _REDUCTIONS and dim not in params["axes"]:
+    if name in REDUCTIONS and dim not in params["axes"]:
         (array,) = compat.bind(eqn, [x.array])
         return Part(array, dim - sum(axis < dim for axis in params["axes"]))
     if name == "transpose":

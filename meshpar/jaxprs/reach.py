@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset(
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan "
     "tanh xor".split()
 )
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
 )
 _RESHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
@@ -145,7 +145,7 @@ class _Reader(Interpreter[_Label]):
             label.inputs and atom.aval.size > 1
             for label, atom in zip(labels, eqn.invars, strict=True)
         )
-        if name in _REDUCTIONS:
+        if name in REDUCTIONS:
             if eqn.invars[0].aval.size == out.size:
                 return [joined]
             if labelled:

@@ -152,7 +152,7 @@ class Operation:
         """{number: array} of the results; of layers [number of rows, ...].
 
         Args:
-          known: {number: array} of the operands, likewise.
+          known: {number: array} of the operands; of layers [number of rows, ...].
         """
         if self.of_layers:
             args = [known[x.number] for x in self.operands]

@@ -8,11 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from meshpar.jaxprs.reach import ELEMENTWISE
+from meshpar.jaxprs.reach import ELEMENTWISE, REDUCTIONS
 from meshpar.layouts.plan import Spec
 from meshpar.lowering.layer_update import Operation
-
-_REDUCTIONS = frozenset("reduce_max reduce_min reduce_prod reduce_sum".split())
 
 
 class Tensor(NamedTuple):
@@ -69,7 +67,7 @@ def _spec(eqn: Any, operands: Sequence[Tensor], out: Any) -> Spec | None:
     x = operands[0]
     if x.spec is None:
         return None
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS:
         axes = eqn.params["axes"]
         return tuple(a for dim, a in enumerate(x.spec) if dim not in axes)
     if name == "transpose":

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from optax import contrib
 from support.marks import slow
+from support.own_trees import keys_of, nested
 
 from meshpar.arrays import parameter_path
 from meshpar.contracts.contract import Contract
@@ -155,21 +156,6 @@ def draw(seed):
 def random(shapes, seed):
     rng = np.random.default_rng(seed)
     return {p: rng.normal(size=s).astype(np.float32) for p, s in shapes.items()}
-
-
-def keys_of(path):
-    return tuple(int(part) if part.isdigit() else part for part in path.split("/"))
-
-
-def nested(flat):
-    tree = {}
-    for path, x in flat.items():
-        *above, last = keys_of(path)
-        inner = tree
-        for key in above:
-            inner = inner.setdefault(key, {})
-        inner[last] = x
-    return tree
 
 
 def trained_plainly(optimizer, shapes):

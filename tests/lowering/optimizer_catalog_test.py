@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from support.marks import slow
+from support.own_trees import keys_of, nested
 
 from meshpar.commands.optimizers import OPTIMIZERS
 from meshpar.lowering.layer_rows import LayerRows
@@ -45,21 +46,6 @@ def _starred(path):
 def random(seed):
     rng = np.random.default_rng(seed)
     return {p: rng.normal(size=s).astype(np.float32) for p, s in own_paths().items()}
-
-
-def keys_of(path):
-    return tuple(int(part) if part.isdigit() else part for part in path.split("/"))
-
-
-def nested(flat):
-    tree = {}
-    for path, x in flat.items():
-        *above, last = keys_of(path)
-        inner = tree
-        for key in above:
-            inner = inner.setdefault(key, {})
-        inner[last] = x
-    return tree
 
 
 def rows_in(order):
