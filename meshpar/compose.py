@@ -5,6 +5,7 @@ here and nowhere else. `lower` checks everything that can be checked without com
 the program that it returns compiles when it is first used.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
 from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
+from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
@@ -114,6 +116,26 @@ def lower(
     layout = _with_names(layout, axis_names)
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
     check_leaves(batch)
+    rest = batch, devices, clip_norm, compute_dtype, lowering, mode
+    if _may_split_vocabulary(model, layout):
+        split = dataclasses.replace(layout, vocab=PIPE)
+        with contextlib.suppress(LayoutError):  # The head, or the schedule, forbids it.
+            return _lower(model, optimizer, split, *rest)
+    return _lower(model, optimizer, layout, *rest)
+
+
+def _lower(
+    model: Model,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    layout: Layout,
+    batch: Any,
+    devices: Sequence[jax.Device] | None,
+    clip_norm: float | None,
+    compute_dtype: Any,
+    lowering: str,
+    mode: Mode | None,
+) -> TrainProgram:
+    """`lower` under a layout as it stands."""
     combined = combination(model, layout, lowering, mode, clip_norm)
     check(combined, OF_TRAINING, functools.partial(_fits, model, batch))
     model = _layered(model, lowering)
@@ -167,6 +189,27 @@ def _with_names(
     if not axis_names or not isinstance(layout, Layout):
         return layout
     return dataclasses.replace(layout, axes=dict(layout.axes) | as_axes(axis_names))
+
+
+LARGE_VOCABULARY = 2**14
+"""Tokens of a vocabulary from which on its head takes longer than to share it out.
+
+Stages that share the head add up its input and its gradient, 4 numbers a token and dim;
+alone, the last one multiplies 6 times the vocabulary for each of them.
+"""
+
+
+def _may_split_vocabulary(model: Model, layout: Layout) -> bool:
+    """Whether vocab=auto tries to split embedding and head over the stages."""
+    if layout.pipe == 1 or layout.vocab != AUTO or model.layered is None:
+        return False
+    sizes = (
+        size
+        for param in model.layered.split(model.params)[0].values()
+        for name, size in zip(param.names or (), param.shape, strict=False)
+        if name == "vocab"
+    )
+    return max(sizes, default=0) >= LARGE_VOCABULARY
 
 
 def _checked(program: TrainProgram) -> TrainProgram:

@@ -6,8 +6,8 @@
     zero=3   layer by layer, in both passes    layer by layer, in the backward pass
 
 With several microbatches, zero=1 and 2 sum whole gradients over them and reduce the sum
-once per step (no_sync). A pipeline does so, too; under zero=3 its layers gather weights
-and reduce gradients in every tick that uses them.
+once per step (no_sync). In a pipeline zero=1 does so alone: zero=2 reduces gradients in
+every tick that computes them, and sums shards; zero=3 gathers weights in ticks as well.
 
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
 """
@@ -140,9 +140,9 @@ class Zero:
     @property
     def reduces_early(self) -> bool:
         """Whether the layers' gradients are reduced inside the backward pass."""
-        sums = self.in_ticks or self.layout.microbatches > 1
-        once = self.layout.zero_level == 2 and not sums
-        return self.gathers_layers or (once and self.splits_any)
+        sums = self.layout.microbatches > 1 and not self.in_ticks
+        early = self.layout.zero_level == 2 and not sums
+        return self.gathers_layers or (early and self.splits_any)
 
     @property
     def reduces_shared_early(self) -> bool:
@@ -158,6 +158,13 @@ class Zero:
         if self.beside_automatic:  # It would gather the matmuls' operands once more.
             return False
         return self.reduces_early and self.transports.gradients.by_parts
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether ticks add gradients that are matmuls to their sums as `Product`s."""
+        if self.beside_automatic or self.reduces_early:
+            return False
+        return self.in_ticks and self.transports.gradients.by_parts
 
     def leaves(self, params: Params) -> tuple[Params, Params]:
         """(leaves, constants) from this device's shards."""
@@ -242,7 +249,7 @@ class Zero:
             self.prefetched,
             streams=self.streams,
             saves_on_host=ACTIVATIONS in self.layout.offloaded,
-            by_parts=self.reduces_by_parts,
+            by_parts=self.reduces_by_parts or self.adds_products,
             mixes=self.transports.mixes,
             unroll=self.layout.scan_unroll,
         )

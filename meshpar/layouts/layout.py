@@ -34,10 +34,17 @@ from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
 from meshpar.layouts.grammar import REGEXES, check_regex, read_items, write_items
 from meshpar.layouts.layer_uses import FEATURES, canonical_layers, splits_rows
 from meshpar.layouts.offload import NONE, canonical_offload, offloaded_parts
-from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
+from meshpar.layouts.pipeline_options import (
+    AUTO,
+    PIPELINE_OPTIONS,
+    RESIDUALS,
+    UNUSED,
+    check_pipeline_options,
+)
 from meshpar.layouts.refusals.combination import Combination
 from meshpar.layouts.refusals.of_layouts import OF_LAYOUTS
 from meshpar.layouts.refusals.reasons import check
+from meshpar.layouts.remat import NONE as NO_REMAT
 from meshpar.layouts.remat import canonical_remat
 from meshpar.layouts.rules import (
     ACTIVATION_RULES,
@@ -47,7 +54,7 @@ from meshpar.layouts.rules import (
     as_rules,
     check_axes,
 )
-from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
+from meshpar.layouts.token_order import TOKEN_ORDERS, check_token_order, resolved_order
 
 _MAX_SIZE = 2**20
 """Largest size of an axis, and most microbatches and virtual stages."""
@@ -90,9 +97,11 @@ class Layout:
       partition: number of layers of each chunk in the order of the model, such as
         "3/3/2"; equal numbers by default.
       vocab: stages of a pipeline that run embedding and head: "edge" the first and the
-        last, "pipe" all, each with a slice of the vocabulary.
+        last, "pipe" all, each with a slice of the vocabulary; "auto" all where the
+        model allows it and the vocabulary is large.
       save: activations that a stage keeps for the backward pass: "inputs" keeps its
-        input and runs the stage again, "residuals" keeps those that `remat` allows.
+        input and runs the stage again, "residuals" keeps those that `remat` allows;
+        "auto" does so unless remat=none, so that no layer runs forward three times.
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots", "attention", "full",
@@ -140,15 +149,15 @@ class Layout:
     schedule: str = "auto"
     virtual_stages: int = 1
     partition: str = ""
-    vocab: str = "edge"
-    save: str = "inputs"
+    vocab: str = AUTO
+    save: str = AUTO
     tick_loop: str = "phases"
     remat: str = "none"
     layers: str = FEATURES
     scan_unroll: int = 1
     offload: str = NONE
     context_mode: str = ALLGATHER
-    context_order: str = AUTO
+    context_order: str = TOKEN_ORDERS[0]
     context_heads: int = 1
     min_shard_size: int = 0
     axes: Mapping[str, Rule] | tuple = ()
@@ -168,6 +177,9 @@ class Layout:
             "layers": canonical_layers(self.layers),
             "offload": canonical_offload(self.offload),
         }
+        if self.pipe == 1:
+            used = {name: getattr(self, name) for name in UNUSED}
+            canonical |= {n: AUTO if x == UNUSED[n] else x for n, x in used.items()}
         for name, value in (canonical | self._canonical_rules()).items():
             object.__setattr__(self, name, value)
         check(Combination(self), OF_LAYOUTS)
@@ -261,6 +273,16 @@ class Layout:
     def splits_vocabulary(self) -> bool:
         """Whether every stage of a pipeline holds a slice of the vocabulary."""
         return self.vocab == PIPE
+
+    @property
+    def saves_residuals(self) -> bool:
+        """Whether stages keep what `remat` allows, and not their inputs alone.
+
+        If each updates by itself (`schedule=pipedream`), they keep their inputs.
+        """
+        if self.save == AUTO:
+            return self.remat != NO_REMAT
+        return self.save == RESIDUALS
 
     @property
     def param_rules(self) -> dict[str, tuple[str, ...]]:

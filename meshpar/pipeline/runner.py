@@ -81,6 +81,11 @@ class PipelineRunner(Runner):
         """The layout."""
         return self.frame.layout
 
+    @property
+    def saves_residuals(self) -> bool:
+        """Whether stages keep their layers' residuals, and not their inputs alone."""
+        return self.layout.saves_residuals and not self.spec.schedule.asynchronous
+
     @functools.cached_property
     def loop(self) -> TickLoop:
         """The schedule's ticks, by phases."""
@@ -111,7 +116,7 @@ class PipelineRunner(Runner):
         recompute = [LayerPass("forward again", backward, rows)]
         return [
             LayerPass("forward", forward, rows),
-            *(recompute if self.layout.save == "inputs" else []),
+            *([] if self.saves_residuals else recompute),
             LayerPass("backward", backward, rows),
         ]
 
@@ -195,7 +200,7 @@ class PipelineRunner(Runner):
             head_loss=head_loss,
             totals=self.frame.totals,
             vary=self.frame.vary,
-            saves_residuals=layout.save == "residuals",
+            saves_residuals=self.saves_residuals,
             shares_vocabulary=layout.splits_vocabulary,
         )
 
@@ -209,7 +214,7 @@ class PipelineRunner(Runner):
         # A stage's weights were divided by the depth of the whole stack.
         layer = held.layer * self.layout.pipe
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
-        if self.layout.save == "inputs":
+        if not self.saves_residuals:
             saved += (
                 rows
                 * traced.saved
@@ -230,7 +235,7 @@ class PipelineRunner(Runner):
           extra: bytes saved beside each stage input.
         """
         rows, tables = self.spec.partition.rows, self.loop.tables
-        per_slot = rows * traced.saved if self.layout.save == "residuals" else traced.x
+        per_slot = rows * traced.saved if self.saves_residuals else traced.x
         return stage_memory.buffer_bytes(tables, traced, rows, per_slot + extra)
 
     def report(self, trace: Callable[[], TracedLayer]) -> dict[str, PipelineReport]:

@@ -37,22 +37,30 @@ def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) 
 def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
     """Bytes of (weights, float32 sums of their gradients) on one stage.
 
-    Both are whole over the batch axes, except for the stack under zero=3, and for
-    experts, which are held. Ticks keep the order of their dims, whose last one is
-    padded.
+    Both are whole over the batch axes, except for experts, which are held, for the
+    stack's weights under zero=3, and for its gradients where ticks reduce them.
     """
     weights = gradients = 0
-    shared = frame.layered.split(frame.plan.weights)[0]
+    shared, whole = frame.layered.split(frame.plan.weights)[0], frame.plan.parameters
     for path, leaf in frame.plan.weights.items():
-        sharded = zero.gathers_layers and path not in shared
-        split = itertools.chain(*(leaf.spec if sharded else leaf.held))
-        size = math.prod(leaf.shape) // frame.ways(split)
-        spec = leaf.spec if sharded else leaf.held
-        # Compilers put another dim last that fills less than the lanes of one tile.
-        size = int(size * _padding(frame, leaf, spec, lanes_of(frame.mesh)))
-        weights += size * jnp.dtype(leaf.dtype).itemsize
-        gradients += size * 4 if path in frame.plan.gradients else 0
+        in_ticks = path not in shared
+        spec = leaf.spec if in_ticks and zero.gathers_layers else leaf.held
+        weights += _elements(frame, leaf, spec) * jnp.dtype(leaf.dtype).itemsize
+        if path in frame.plan.gradients:
+            reduced = in_ticks and zero.reduces_early
+            spec = whole[path].spec if reduced else leaf.held
+            gradients += 4 * _elements(frame, leaf, spec)
     return weights, gradients
+
+
+def _elements(frame: Frame, leaf: LeafPlan, spec: Spec) -> int:
+    """Numbers of a shard, with padding.
+
+    Ticks keep the order of its dims. Compilers put another dim last that fills less
+    than the lanes of one tile, and pad that.
+    """
+    size = math.prod(leaf.shape) // frame.ways(itertools.chain(*spec))
+    return int(size * _padding(frame, leaf, spec, lanes_of(frame.mesh)))
 
 
 def backward_buffers(frame: Frame, loop: TickLoop) -> int:

@@ -21,7 +21,7 @@ DEEP = model(depth=8)
     [
         ("pipe=2,microbatches=4,schedule=1f1d", {}, "did you mean '1f1b'"),
         ("schedule=gpipe", {}, "gpipe with pipe=1: .*add pipe=N"),
-        ("pipe=2,save=input", {}, "use inputs or residuals"),
+        ("pipe=2,save=input", {}, "use auto, inputs or residuals"),
         ("pipe=2,partition=3/3", {}, "give 2 numbers of layers"),
         ("pipe=2,partition=a", {}, "as in 3/3/2"),
         (

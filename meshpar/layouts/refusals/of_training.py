@@ -17,6 +17,7 @@ from meshpar.layouts.axes import (
 from meshpar.layouts.mixes import reason_depth
 from meshpar.layouts.offload import NONE, OPTIMIZER
 from meshpar.layouts.param import STACKED_DIM
+from meshpar.layouts.pipeline_options import UNUSED
 from meshpar.layouts.refusals.combination import AUTO, JIT, SHARD_MAP, Combination
 from meshpar.layouts.refusals.of_layouts import OF_LAYOUTS
 from meshpar.layouts.refusals.refusal import (
@@ -123,9 +124,15 @@ def _in_conditionals(c: Combination) -> list[str]:
 _BEYOND_STAGE = "vocab", "save", "tick_loop"
 
 
+def _asked(c: Combination, *names: str) -> list[str]:
+    """Settings of options of pipelines that ask for more than a stage does alone."""
+    used = (n for n in names if getattr(c.layout, n) != UNUSED.get(n))
+    return c.settings(*used)
+
+
 def _beyond_stage(c: Combination) -> list[str]:
     """Settings for which a stage needs the others to update its weights."""
-    settings = [*sizes(c, FSDP), *c.settings(*_BEYOND_STAGE)]
+    settings = [*sizes(c, FSDP), *_asked(c, *_BEYOND_STAGE)]
     return settings + [f"clip_norm={c.clip_norm}"] * (c.clip_norm is not None)
 
 
@@ -273,7 +280,7 @@ OF_TRAINING: tuple[Refusal, ...] = (
     Refusal(
         f"vocab={PIPE}, tick_loop=uniform",
         "schedule=zb_h1",
-        lambda c: both(c.settings("tick_loop", "vocab"), _pipeline(c, "conditional")),
+        lambda c: both(_asked(c, "tick_loop", "vocab"), _pipeline(c, "conditional")),
         "it runs F, B and W under conditionals that differ between stages, in which "
         f"nothing may be sent over {PIPE}",
         "leave it out, or use schedule=1f1b",
