@@ -13,6 +13,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshpar.arrays import vary
+
 
 def prepare_cpu_threads() -> None:
     """Keeps simulated devices from deadlocking on few cores (jaxlib before 0.12).
@@ -222,7 +224,12 @@ def has_side_effects(eqn: Any) -> bool:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation of a jaxpr: the values of its output variables."""
+    """Evaluates an equation of a jaxpr: the values of its output variables.
+
+    Values may vary over more manual axes than those of the trace did.
+    """
+    if eqn.primitive.name == "pvary":
+        return [vary(x, eqn.params["axes"]) for x in values]
     params, functions = eqn.primitive.get_bind_params(eqn.params), ()
     if not isinstance(params, dict):
         functions, params = params
@@ -251,6 +258,12 @@ def written_at(source: Any) -> contextlib.AbstractContextManager:
 
     names = source_info_util.current_name_stack() + source.name_stack
     return source_info_util.user_context(source.traceback, name_stack=names)
+
+
+def named_inside(eqn: Any, call: Any) -> Any:
+    """An equation of a called jaxpr, with the names around the call before its own."""
+    own, around = eqn.source_info, call.source_info.name_stack
+    return eqn.replace(source_info=own.replace(name_stack=around + own.name_stack))
 
 
 def detected_cluster() -> tuple[str, int, int] | None:

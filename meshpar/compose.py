@@ -117,7 +117,7 @@ def lower(
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
     check_leaves(batch)
     rest = batch, devices, clip_norm, compute_dtype, lowering, mode
-    if _may_split_vocabulary(model, layout):
+    if may_split_vocabulary(model, layout):
         split = dataclasses.replace(layout, vocab=PIPE)
         with contextlib.suppress(LayoutError):  # The head, or the schedule, forbids it.
             return _lower(model, optimizer, split, *rest)
@@ -199,7 +199,7 @@ alone, the last one multiplies 6 times the vocabulary for each of them.
 """
 
 
-def _may_split_vocabulary(model: Model, layout: Layout) -> bool:
+def may_split_vocabulary(model: Model, layout: Layout) -> bool:
     """Whether vocab=auto tries to split embedding and head over the stages."""
     if layout.pipe == 1 or layout.vocab != AUTO or model.layered is None:
         return False

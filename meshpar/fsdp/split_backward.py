@@ -3,7 +3,7 @@
 Zero-bubble schedules run the second part (W) when a stage would be idle. The jaxpr is
 split: equations that the gradient of the input needs belong to the first part (B), the
 others to the second, and B hands over the values that W reads. Nothing is computed
-twice. A loop inside a layer is not split.
+twice, but for values that follow from no input. A loop inside a layer is not split.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
 """
@@ -20,6 +20,7 @@ from meshpar.jaxprs.straight_line import (
     Slot,
     Step,
     StraightLine,
+    dependents,
     evaluate,
     slots_of,
 )
@@ -73,7 +74,8 @@ class SplitBackward:
         count = gradient_tree.num_leaves
         gradients, rest = program.outputs[:count], program.outputs[count:]
         first = program.needed(rest)
-        computed = [slot for step in first for slot in step.results]
+        follow = dependents(program.steps, program.inputs)
+        computed = [x for step in first for x in step.results if x in follow]
         second = program.needed(gradients, computed)
         available = {slot for step in second for slot in step.results}
         available |= {*program.inputs[:num_weights], *program.constants}

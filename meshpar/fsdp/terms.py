@@ -7,7 +7,7 @@ of `zero`: which tensors move, and how often per step.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,20 +27,31 @@ Sizes = Mapping[str, int]
 """{mesh axis: size}."""
 
 
+WEIGHTS = "gradients of weights"
+"""Name of the pass that computes them, where it is split off the backward pass."""
+
+
 class LayerPass(NamedTuple):
     """One pass over the layers of a stack.
 
     Attributes:
-      name: "forward", "backward" or "forward again".
+      name: "forward", "backward", "forward again" or `WEIGHTS`.
       runs: number of runs per step.
       depth: layers of one run.
       scans: number of scans that run them, one after the other.
+      reads_weights: whether it needs the layers' weights.
     """
 
     name: str
     runs: int
     depth: int
     scans: int = 1
+    reads_weights: bool = True
+
+
+def weight_reading(passes: Sequence[LayerPass]) -> list[LayerPass]:
+    """The passes that need the layers' weights."""
+    return [one for one in passes if one.reads_weights]
 
 
 def local_shape(
@@ -177,7 +188,7 @@ def declared_gathers(
     yield from declare(shared, zero.shardings, runs=runs, why=shared_why, **outside)
     layer, transports = abstract_layer(stack), zero.transports
     ahead = {path: layer.pop(path) for path in list(layer) if path in zero.prefetched}
-    for name, runs, depth, scans in passes:
+    for name, runs, depth, scans, _ in weight_reading(passes):
         for shapes, transport, layers, when in (
             (layer, transports.weights, depth, "layer by layer"),
             # The last layer of a scan gathers the first one's weights again.
@@ -203,7 +214,7 @@ def declared_scatters(
       weights: {path: whole weight of one stage, in the dtype in which it moves}.
       sums: {path: whole weight of one stage, in the dtype of summed gradients}.
       sizes: {mesh axis: size}.
-      passes: all passes over the layers; the last one is the backward pass.
+      passes: all passes over the layers; the last one computes gradients of weights.
     """
     declare = functools.partial(declare_moves, "reduce_scatter", sizes=sizes)
     why, transports = f"zero={zero.layout.zero_level}: gradients", zero.transports

@@ -217,21 +217,23 @@ def _write_out(
     steps: list[Step],
     constants: dict[Slot, Any],
     written_out: Callable[[Any], bool],
+    call: Any = None,
 ) -> list[Atom]:
-    """Appends the steps of a jaxpr; returns its results."""
+    """Appends the steps of a jaxpr, with the names around its call; its results."""
 
     def atom(x: Any) -> Atom:
         return x if isinstance(x, core.Literal) else slots[x]
 
     for eqn in jaxpr.eqns:
         operands = tuple(map(atom, eqn.invars))
+        eqn = eqn if call is None else compat.named_inside(eqn, call)
         if eqn.primitive.name in CALLS and written_out(eqn):
             body, consts = opened(called_jaxpr(eqn))
             inner = dict(zip(body.invars, operands, strict=True))
             for variable, value in zip(body.constvars, consts, strict=True):
                 inner[variable] = slot = Slot(variable.aval)
                 constants[slot] = value
-            results = _write_out(body, inner, steps, constants, written_out)
+            results = _write_out(body, inner, steps, constants, written_out, eqn)
             slots.update(zip(eqn.outvars, results, strict=True))
             continue
         results = tuple(Slot(v.aval) for v in eqn.outvars)

@@ -55,6 +55,7 @@ from meshpar.layouts.rules import (
     check_axes,
 )
 from meshpar.layouts.token_order import TOKEN_ORDERS, check_token_order, resolved_order
+from meshpar.schedules.zero_bubble import ZERO_BUBBLE
 
 _MAX_SIZE = 2**20
 """Largest size of an axis, and most microbatches and virtual stages."""
@@ -87,12 +88,14 @@ class Layout:
       tensor: size of the axis that splits heads, mlp and vocab (Megatron).
       zero: training state that `fsdp` shards: 1 optimizer state, 2 + gradients, 3 +
         parameters. None means 3, or 2 in a pipeline, where zero=3 would gather the
-        weights again in every tick. `zero_level` is the level in force.
+        weights again in every tick, or 1 where a schedule fills the bubble with weight
+        gradients. `zero_level` is the level in force.
       microbatches: gradient-accumulation steps per training step; a pipeline has
         several of them in flight.
-      schedule: pipeline schedule: "gpipe", "1f1b", "interleaved", "zb_h1", "pipedream"
-        (asynchronous), a name given to `schedules.register`, or "auto": interleaved
-        if `virtual_stages` fit the model, else 1f1b.
+      schedule: pipeline schedule: "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2",
+        "zb_v", "dualpipe_v", "pipedream" (asynchronous), a name given to
+        `schedules.register`, or "auto": interleaved if `virtual_stages` fit the model,
+        else 1f1b.
       virtual_stages: chunks of layers per stage (interleaved schedules).
       partition: number of layers of each chunk in the order of the model, such as
         "3/3/2"; equal numbers by default.
@@ -230,7 +233,9 @@ class Layout:
         """
         if self.zero is not None:
             return self.zero
-        return 3 if self.pipe == 1 or self.fsdp == 1 else 2
+        if self.pipe == 1 or self.fsdp == 1:
+            return 3
+        return 1 if self.schedule in ZERO_BUBBLE else 2
 
     @property
     def offloaded(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from meshpar.errors import LayoutError
 from meshpar.layouts.grammar import REGEXES, RULES, read_items
 from meshpar.layouts.layout import DEFAULTS, Layout
+from meshpar.layouts.pipeline_options import UNUSED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,5 +47,6 @@ class Wanted:
         exact = {k: v for k, v in self.required.items() if k not in (*RULES, *REGEXES)}
         as_required = all(values[name] == value for name, value in exact.items())
         return as_required and all(
-            getattr(layout, name) == DEFAULTS[name] for name in self.forbidden
+            getattr(layout, name) in (DEFAULTS[name], UNUSED.get(name))
+            for name in self.forbidden
         )

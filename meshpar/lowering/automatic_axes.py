@@ -7,7 +7,7 @@ from typing import Any
 from meshpar.arrays import num_bytes
 from meshpar.contracts import cost
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.fsdp.terms import LayerPass
+from meshpar.fsdp.terms import LayerPass, weight_reading
 from meshpar.jaxprs.reach import Reach
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.layer_uses import policies
@@ -62,7 +62,7 @@ def declared_bounds(
     parts = {_ENDS[term.why] for term in ends}
     automatic = _OUTSIDE * (_NUM_ENDS - len(parts)) // _NUM_ENDS
     units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
-    for name, runs, depth, _ in passes:
+    for name, runs, depth, *_ in weight_reading(passes):
         gathers = _FORWARD * depth
         if name == "backward":
             own = policies(frame.layout.layers, frame.layout.remat, depth)
@@ -93,7 +93,8 @@ def sublayers_by_hand(
         for term in written
         if term.why == INTO
     )
-    layers = sum(run.runs * run.depth for run in passes if run.name != "backward")
+    forward = (run for run in weight_reading(passes) if run.name != "backward")
+    layers = sum(run.runs * run.depth for run in forward)
     return round(gathers / layers) if layers else 0
 
 

@@ -18,7 +18,7 @@ from meshpar.contracts.written import (
     written_collectives,
     written_terms,
 )
-from meshpar.fsdp.terms import LayerPass
+from meshpar.fsdp.terms import LayerPass, weight_reading
 from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.layer_uses import policies
 from meshpar.layouts.plan import partition_spec
@@ -97,7 +97,7 @@ def layers_terms(
         `layer_collectives`.
     """
     layout = frame.layout
-    for one in passes:
+    for one in weight_reading(passes):
         stack = policies(layout.layers, layout.remat, one.depth)
         for i, (policy, depth) in enumerate(stack):
             backward = one.name == "backward"

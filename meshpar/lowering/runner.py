@@ -42,6 +42,10 @@ class Runner:
         """Every pass over the layers in one step, but for `row_passes`."""
         raise NotImplementedError
 
+    def lasting_runs(self, run: LayerPass) -> float:
+        """Runs of a pass that take as long as it does in one step."""
+        return run.runs
+
     @property
     def copied_experts(self) -> int:
         """Bytes of the experts of a layer that each of its passes copies."""

@@ -24,6 +24,8 @@ from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
 from meshpar.metrics import nonzero
 from meshpar.pipeline.buffers import (
+    ACTIVATIONS,
+    GRADIENTS,
     put_slot,
     send_to_stage,
     take_slot,
@@ -33,6 +35,7 @@ from meshpar.pipeline.buffers import (
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.runner import PipelineRunner
 from meshpar.pipeline.stage import PipelineStage
+from meshpar.pipeline.tick import first_row
 from meshpar.schedules.ticks import Columns
 
 
@@ -117,7 +120,7 @@ class AsynchronousStep:
           (weights, optimizer state, totals of the whole batch with "grad_norm").
         """
         frame, tables = self.frame, self.pipeline.loop.tables
-        key, columns = frame.shard_key(key, batch), self.executor.stage_columns()
+        key, rows = frame.shard_key(key, batch), self.executor.rows(self.executor.loop)
         stage_index = lax.axis_index(PIPE)
         # Weights differ over pipe alone, so the flags of their updates must, too.
         updates = _Updates(
@@ -130,14 +133,14 @@ class AsynchronousStep:
         trained = frame.plan.trained(params)
         others = {path: x for path, x in params.items() if path not in trained}
         with frame.scope():
-            m = columns.f_microbatch[0]
+            first = first_row(rows)
             constants = jax.tree.map(frame.vary, frame.cast(others))
 
             def stage_with(weights: tuple[Params, Params]) -> PipelineStage:
                 return self.pipeline.stage(*weights, constants, batch, key)
 
             stage = stage_with(self._compute_weights(trained))
-            x = jax.eval_shape(lambda: stage.embed(m))
+            x = jax.eval_shape(lambda: stage.embed(first.columns.f_microbatch))
             saved = x, jax.eval_shape(lambda: self._compute_weights(trained))
             carry = _Carry(
                 vary_over_stages(trained),
@@ -146,7 +149,7 @@ class AsynchronousStep:
                 zeros_like(saved, frame.vary, tables.num_saved + 1),
                 zeros_like(x, frame.vary, tables.num_gradients + 1),
                 zeros_like(x, frame.vary),
-                self.executor.empty_totals(stage, columns),
+                self.executor.empty_totals(stage, first),
                 self._vary_over_stages(jnp.zeros(frame.layout.microbatches)),
             )
 
@@ -155,7 +158,7 @@ class AsynchronousStep:
             ) -> tuple[_Carry, None]:
                 return self._tick(stage_with, carry, *row), None
 
-            carry = lax.scan(tick, carry, (columns, updates))[0]
+            carry = lax.scan(tick, carry, (rows.columns, updates))[0]
         totals = frame.over_devices(carry.totals)
         with purpose("norms of gradients"):
             norms = jnp.sqrt(lax.psum(carry.squares, PIPE))
@@ -184,7 +187,7 @@ class AsynchronousStep:
         self, stage_with: _StageWith, carry: _Carry, row: Columns, updates: _Updates
     ) -> _Carry:
         """One tick: a gradient arrives, F with head and loss, B, update."""
-        dy = send_to_stage(carry.dx, -1, self.frame.layout.pipe)
+        dy = send_to_stage(carry.dx, -1, self.frame.layout.pipe, GRADIENTS)
         gradients = put_slot(carry.gradients, row.gradient_arrived, dy)
         carry = carry._replace(gradients=gradients)
         carry, head = self._forward(stage_with, carry, row, dy)
@@ -206,7 +209,7 @@ class AsynchronousStep:
         )
         y = stage.run(row.f_chunk, row.f_microbatch, in_turn(last, x))
         saved = put_slot(carry.saved, row.f_saved, (x, weights))
-        arrived = send_to_stage(y, 1, self.frame.layout.pipe)
+        arrived = send_to_stage(y, 1, self.frame.layout.pipe, ACTIVATIONS)
         inputs = put_slot(carry.inputs, row.arrived, arrived)
         on, y = row.last > 0, in_turn(arrived, y)
         totals, dy, gradient = stage.head(row.f_microbatch, y, on)

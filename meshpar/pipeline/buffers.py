@@ -15,20 +15,33 @@ from meshpar.arrays import Array
 from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import PIPE
 
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
-def send_to_stage(x: Any, step: int, num_stages: int, wraps: bool = False) -> Any:
+_TO = {
+    (ACTIVATIONS, 1): "activations to the next stage",
+    (ACTIVATIONS, -1): "activations to the stage before",
+    (GRADIENTS, -1): "gradients to the stage before",
+    (GRADIENTS, 1): "gradients to the next stage",
+}
+"""{(what is sent, step): purpose}."""
+
+
+def send_to_stage(
+    x: Any, step: int, num_stages: int, what: str, wraps: bool = False
+) -> Any:
     """Sends a tree from every stage to the next (step=1) or the previous (step=-1) one.
 
     Only if `wraps` do the last stage and the first one send to each other; otherwise
-    the stage at the end receives zeros.
+    the stage at the end receives zeros. With step=0 every stage keeps its own.
     """
+    if not step:
+        return x
     pairs = [
         (stage, (stage + step) % num_stages)
         for stage in range(num_stages)
         if wraps or 0 <= stage + step < num_stages
     ]
-    forward = "activations to the next stage"
-    with purpose(forward if step > 0 else "gradients to the stage before", ""):
+    with purpose(_TO[what, step], ""):
         return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
 

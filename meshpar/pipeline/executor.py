@@ -6,7 +6,8 @@ compute on stale buffers and mask the result.
 
 Schedules that split off weight gradients (zero-bubble) let stages run different
 operations in one tick. There each operation stands under a conditional of its stage, in
-which no collective may be (`PipelineRunner.check_compiled`).
+which no collective may be (`PipelineRunner.check_compiled`). Layouts that need some run
+these schedules in lock step as well (`schedules.in_lock_step`).
 
 Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., PipeDream,
   arXiv:1806.03377 and arXiv:2104.04473. Several operations in one tick: ours.
@@ -25,6 +26,7 @@ from meshpar.arrays import Array, Params
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals
 from meshpar.pipeline.buffers import (
+    ACTIVATIONS,
     put_slot,
     send_to_stage,
     where_tree,
@@ -32,8 +34,16 @@ from meshpar.pipeline.buffers import (
 )
 from meshpar.pipeline.phases import TickLoop, TickOperations
 from meshpar.pipeline.stage import PipelineStage
-from meshpar.pipeline.tick import Carry, Edges, Row, Sums, Tick, stage_input
-from meshpar.schedules.ticks import Columns, Phase
+from meshpar.pipeline.tick import (
+    Carry,
+    Edges,
+    Row,
+    Sums,
+    Tick,
+    first_row,
+    stage_input,
+)
+from meshpar.schedules.ticks import ARRIVALS, Columns, Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,36 +52,39 @@ class Executor:
 
     Attributes:
       loop: the schedule's ticks, by phases.
+      evaluation: the ticks of which the forward passes evaluate.
       num_stages: P.
-      wraps: whether the last stage sends to the first one (several chunks).
+      wraps: whether the last stage sends to the first one (several chunks in rounds).
       vary: marks an array as differing over the manual axes.
       shares_vocabulary: whether all stages run embedding and head together, each on its
         slice of the vocabulary.
     """
 
     loop: TickLoop
+    evaluation: TickLoop
     num_stages: int
     wraps: bool
     vary: Callable[[Array], Array]
     shares_vocabulary: bool = False
 
-    def _send(self, x: Any, step: int) -> Any:
-        return send_to_stage(x, step, self.num_stages, self.wraps)
+    def _send(self, x: Any, step: int, what: str) -> Any:
+        return send_to_stage(x, step, self.num_stages, what, self.wraps)
 
     def _zeros(self, like: Any, *lead: int) -> Any:
         return zeros_like(like, self.vary, *lead)
 
-    def stage_columns(self) -> Columns:
-        """This stage's columns of the tables, [ticks] each."""
+    def rows(self, loop: TickLoop) -> Row:
+        """This stage's columns of the tables, and its edges, [ticks] each."""
         stage = lax.axis_index(PIPE)
 
         def column(x: Any) -> Array:
             x = lax.dynamic_index_in_dim(jnp.asarray(x), stage, 1, keepdims=False)
             return self.vary(x)
 
-        return jax.tree.map(column, self.loop.tables.columns)
+        columns = jax.tree.map(column, loop.tables.columns)
+        return Row(columns, self._edges(loop, columns))
 
-    def _edges(self, columns: Columns) -> Edges:
+    def _edges(self, loop: TickLoop, columns: Columns) -> Edges:
         """Microbatches of embedding and head, [ticks] each.
 
         With vocab=pipe all stages work on the microbatch of the first or last stage.
@@ -79,7 +92,7 @@ class Executor:
         if not self.shares_vocabulary:
             forward, backward = columns.f_microbatch, columns.b_microbatch
             return Edges(forward, forward, backward)
-        table = self.loop.tables.columns
+        table = loop.tables.columns
         pairs = (
             (table.f_microbatch, table.first),
             (table.f_microbatch, table.last),
@@ -89,9 +102,14 @@ class Executor:
             *(jnp.asarray((microbatch * on).max(axis=1)) for microbatch, on in pairs)
         )
 
-    def empty_totals(self, stage: PipelineStage, columns: Columns) -> Totals:
-        """The totals of a stage before its first microbatch."""
-        on, microbatch = columns.last[0] > 0, self._edges(columns).head[0]
+    def empty_totals(self, stage: PipelineStage, row: Row) -> Totals:
+        """The totals of a stage before its first microbatch.
+
+        Args:
+          stage: its operations.
+          row: of a tick; only shapes matter.
+        """
+        on, microbatch = row.columns.last > 0, row.edges.head
 
         def totals() -> Totals:
             return stage.head_totals(microbatch, stage.embed(microbatch), on)
@@ -109,9 +127,8 @@ class Executor:
         Returns:
           Totals and gradients, summed over the microbatches.
         """
-        columns = self.stage_columns()
-        carry = self._first_carry(stage, columns, stack, shared)
-        rows = Row(columns, self._edges(columns))
+        rows = self.rows(self.loop)
+        carry = self._first_carry(stage, first_row(rows), stack, shared)
         for phase in self.loop.phases:
             ticks = slice(phase.start, phase.stop)
             phase_rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], rows)
@@ -121,11 +138,11 @@ class Executor:
         return carry.sums
 
     def _first_carry(
-        self, stage: PipelineStage, columns: Columns, stack: Params, shared: Params
+        self, stage: PipelineStage, row: Row, stack: Params, shared: Params
     ) -> Carry:
         """Empty buffers, and the sums to start from."""
         tables = self.loop.tables
-        chunk, microbatch = columns.f_chunk[0], columns.f_microbatch[0]
+        chunk, microbatch = row.columns.f_chunk, row.columns.f_microbatch
 
         def forward() -> tuple[Any, Any]:
             x = stage.embed(microbatch)
@@ -133,7 +150,7 @@ class Executor:
 
         x, saved = jax.eval_shape(forward)
         states = None
-        if self.loop.divergent:
+        if tables.num_states:
             states = jax.eval_shape(
                 lambda: stage.backward_input(
                     chunk, microbatch, self._zeros(saved), self._zeros(x)
@@ -146,7 +163,7 @@ class Executor:
             self._zeros(x, tables.num_gradients + 1),
             self._zeros(x),
             states,
-            Sums(self.empty_totals(stage, columns), stack, shared),
+            Sums(self.empty_totals(stage, row), stack, shared),
         )
 
     def _tick(
@@ -162,8 +179,9 @@ class Executor:
             stage=stage,
             row=row,
             operations=self.loop.operations(phase, row.columns, used),
-            sends_activations=self.loop.sends_activations(phase),
-            sends_gradients=self.loop.sends_gradients(phase),
+            embeds=self.loop.embeds(phase),
+            activation_steps=self.loop.activation_steps(phase),
+            gradient_steps=self.loop.gradient_steps(phase),
             send=self._send,
             shares_vocabulary=self.shares_vocabulary,
         )
@@ -171,12 +189,14 @@ class Executor:
 
     def evaluate(self, stage: PipelineStage) -> Totals:
         """Runs the forward passes alone; totals, summed on the last stage."""
-        columns = self.stage_columns()
-        microbatch = columns.f_microbatch[0]
-        empty = self.empty_totals(stage, columns)
-        x = jax.eval_shape(lambda: stage.embed(microbatch))
-        stop = self.loop.num_forward_ticks
-        rows = jax.tree.map(lambda x: x[:stop], Row(columns, self._edges(columns)))
+        loop = self.evaluation
+        rows = self.rows(loop)
+        first = first_row(rows)
+        empty = self.empty_totals(stage, first)
+        x = jax.eval_shape(lambda: stage.embed(first.columns.f_microbatch))
+        stop = loop.num_forward_ticks
+        steps = loop.activation_steps(loop.phases[0]._replace(start=0, stop=stop))
+        rows = jax.tree.map(lambda x: x[:stop], rows)
 
         def tick(carry: tuple[Any, Totals], row: Row) -> tuple[Any, None]:
             (inputs, totals), columns = carry, row.columns
@@ -184,8 +204,10 @@ class Executor:
             y = stage.run(columns.f_chunk, columns.f_microbatch, x)
             on = columns.last > 0
             new = totals.added(stage.head_totals(row.edges.head, y, on))
-            inputs = put_slot(inputs, columns.arrived, self._send(y, 1))
+            for step in steps:
+                arrived = self._send(y, step, ACTIVATIONS)
+                inputs = put_slot(inputs, getattr(columns, ARRIVALS[step]), arrived)
             return (inputs, where_tree(on, new, totals)), None
 
-        inputs = self._zeros(x, self.loop.tables.num_inputs + 1)
+        inputs = self._zeros(x, loop.tables.num_inputs + 1)
         return lax.scan(tick, (inputs, empty), rows)[0][1]

@@ -1,6 +1,7 @@
 """Partitions of layers over pipeline stages: even, given, or balanced by cost.
 
-Chunk v of stage p is position v * num_stages + p of the model. Every position has
+Chunk v of stage p is position v * num_stages + p of the model, and in a V position
+v * num_stages + num_stages - 1 - p for odd v. Every position has
 `rows` rows in the stacked parameters, of which the last may be padding. An array
 [depth, ...] in the model's order becomes [num_stages * num_chunks * rows, ...], stage
 by stage, so that splitting its first dim over `pipe` gives every stage its chunks.
@@ -18,6 +19,7 @@ import numpy as np
 from meshpar.arrays import abstract, abstract_layer
 from meshpar.errors import LayoutError
 from meshpar.models.model import Model
+from meshpar.schedules.table import place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +30,13 @@ class Partition:
       num_stages: P, the size of the mesh axis `pipe`.
       num_chunks: V, chunks of layers per stage.
       sizes: layers of every position, in the order of the model.
+      folded: whether chunks of odd numbers go from the last stage back to the first.
     """
 
     num_stages: int
     num_chunks: int
     sizes: tuple[int, ...]
+    folded: bool = False
 
     @property
     def depth(self) -> int:
@@ -50,7 +54,7 @@ class Partition:
         starts = [0, *itertools.accumulate(self.sizes)]
         stored = np.full((self.num_stages, self.num_chunks, self.rows), -1, np.int32)
         for position, size in enumerate(self.sizes):
-            chunk, stage = divmod(position, self.num_stages)
+            chunk, stage = place(position, self.num_stages, self.folded)
             start = starts[position]
             stored[stage, chunk, :size] = np.arange(start, start + size)
         return stored.reshape(-1)
@@ -75,7 +79,10 @@ class Partition:
 
 
 def make_partition(
-    depth: int, num_stages: int, num_chunks: int = 1, sizes: Sequence[int] = ()
+    depth: int,
+    num_stages: int,
+    num_chunks: int = 1,
+    sizes: Sequence[int] = (),
 ) -> Partition:
     """Makes a partition of the given sizes, or of sizes as even as possible.
 

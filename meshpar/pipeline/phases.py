@@ -5,10 +5,16 @@ follows from the tables of the schedule alone; no array is computed.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from meshpar.schedules.ticks import Columns, Phase, Tables
+from meshpar.schedules.ticks import (
+    ARRIVALS,
+    GRADIENT_ARRIVALS,
+    Columns,
+    Phase,
+    Tables,
+)
 
 _OPERATION_COLUMNS = "f_on", "last", "b_on", "b_first", "w_on"
 """Columns that say whether a stage runs each of `TickOperations`, in their order."""
@@ -49,10 +55,10 @@ class TickLoop:
     def divergent(self) -> bool:
         """Whether each stage takes conditionals of its own.
 
-        Only where W is split off: such schedules fill the bubble by letting stages run
-        different operations in one tick.
+        Such schedules fill the bubble with operations that other stages do not run in
+        the same tick.
         """
-        return bool(self.tables.num_states)
+        return self.tables.diverges
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -60,7 +66,7 @@ class TickLoop:
         if not (self.divergent or self.uniform):
             return self.tables.phases
         stop = self.tables.phases[-1].stop
-        return (Phase(0, stop, True, True, self.divergent, None),)
+        return (Phase(0, stop, True, True, bool(self.tables.num_states), None),)
 
     @property
     def num_forward_ticks(self) -> int:
@@ -89,30 +95,47 @@ class TickLoop:
                 *(getattr(columns, name) > 0 for name in _OPERATION_COLUMNS)
             )
         if self.uniform:
-            return used._replace(weight=False)
+            return used if self.tables.num_states else used._replace(weight=False)
         head = used.head if phase.head is None else phase.head
         backward = phase.backward
         return TickOperations(phase.forward, head, backward, backward, phase.weight)
 
-    def sends_activations(self, phase: Phase) -> bool:
-        """Whether some stage receives an activation in a phase."""
-        arrived = self.tables.columns.arrived[phase.start : phase.stop]
-        return bool((arrived < self.tables.num_inputs).any())
+    def embeds(self, phase: Phase) -> bool:
+        """Whether some stage reads the embedding in a phase."""
+        first = self.tables.columns.first[phase.start : phase.stop]
+        return bool(first.any())
 
-    def sends_gradients(self, phase: Phase) -> bool:
-        """Whether some stage receives a gradient in a phase."""
-        arrived = self.tables.columns.gradient_arrived[phase.start : phase.stop]
-        return bool((arrived < self.tables.num_gradients).any())
+    def activation_steps(self, phase: Phase) -> tuple[int, ...]:
+        """Steps from stages to those that receive their activations in a phase."""
+        return self._steps(phase, ARRIVALS, self.tables.num_inputs)
+
+    def gradient_steps(self, phase: Phase) -> tuple[int, ...]:
+        """Steps from stages to those that receive their gradients in a phase."""
+        return self._steps(phase, GRADIENT_ARRIVALS, self.tables.num_gradients)
+
+    def _steps(
+        self, phase: Phase, arrivals: Mapping[int, str], nowhere: int
+    ) -> tuple[int, ...]:
+        ticks, columns = slice(phase.start, phase.stop), self.tables.columns
+        at = {step: getattr(columns, name)[ticks] for step, name in arrivals.items()}
+        return tuple(step for step, slots in at.items() if (slots < nowhere).any())
 
     @property
     def num_activation_sends(self) -> int:
         """Activations that one stage sends per training step, masked ones included."""
-        return self._count_ticks(self.sends_activations)
+        return self._count_sends(self.activation_steps)
 
     @property
     def num_gradient_sends(self) -> int:
         """Gradients that one stage sends per training step, masked ones included."""
-        return self._count_ticks(self.sends_gradients)
+        return self._count_sends(self.gradient_steps)
+
+    def _count_sends(self, steps: Callable[[Phase], tuple[int, ...]]) -> int:
+        """Sends to other stages; a step of 0 keeps a value."""
+        return sum(
+            (phase.stop - phase.start) * sum(map(bool, steps(phase)))
+            for phase in self.phases
+        )
 
     def count_ticks(self, slot: str) -> int:
         """Ticks whose program holds "forward", "backward" or "head".

@@ -19,12 +19,11 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.collective import Collective
-from meshpar.errors import LayoutError, MeshparError
+from meshpar.errors import MeshparError
 from meshpar.fsdp.layer_scan import LayerScan
-from meshpar.fsdp.terms import LayerPass
+from meshpar.fsdp.terms import WEIGHTS, LayerPass
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.refusals.of_training import CONDITIONAL
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
@@ -61,8 +60,7 @@ class PipelineRunner(Runner):
       spec: schedule and partition.
 
     Raises:
-      LayoutError: `pipe` splits parameters in a way that a pipeline cannot run, or
-        collectives would stand under conditionals that differ between stages.
+      LayoutError: `pipe` splits parameters in a way that a pipeline cannot run.
     """
 
     stage_axes: ClassVar[tuple[str, ...]] = (PIPE,)
@@ -71,10 +69,6 @@ class PipelineRunner(Runner):
 
     def __post_init__(self):
         check_parameters(self.frame.layered, self.frame.plan)
-        if self.loop.divergent and self.zero.gathers_layers:
-            given = f"zero=3 over {'*'.join(self.frame.batch_axes)} with "
-            given += f"schedule={self.spec.schedule.name}"
-            raise LayoutError(CONDITIONAL.message(given))
 
     @property
     def layout(self) -> Layout:
@@ -97,8 +91,9 @@ class PipelineRunner(Runner):
         """Runs the ticks."""
         return Executor(
             loop=self.loop,
+            evaluation=TickLoop(self.spec.evaluation_tables),
             num_stages=self.spec.schedule.num_stages,
-            wraps=self.spec.schedule.num_chunks > 1,
+            wraps=self.spec.schedule.num_chunks > 1 and not self.spec.schedule.folded,
             vary=self.frame.vary,
             shares_vocabulary=self.layout.splits_vocabulary,
         )
@@ -112,13 +107,27 @@ class PipelineRunner(Runner):
         conditional.
         """
         rows = self.spec.partition.rows
-        forward, backward = map(self.loop.count_ticks, ("forward", "backward"))
+        counts = map(self.loop.count_ticks, ("forward", "backward", "weight"))
+        forward, backward, weight = counts
         recompute = [LayerPass("forward again", backward, rows)]
+        split = LayerPass(WEIGHTS, weight, rows, reads_weights=False)
         return [
             LayerPass("forward", forward, rows),
             *([] if self.saves_residuals else recompute),
             LayerPass("backward", backward, rows),
+            *([split] if weight else []),
         ]
+
+    def lasting_runs(self, run: LayerPass) -> float:
+        """Runs of a pass that take as long as its ticks.
+
+        Stages that run different operations in a tick wait for the bubble alone.
+        """
+        if not self.loop.divergent:
+            return run.runs
+        schedule = self.spec.schedule
+        busy = schedule.num_microbatches * schedule.num_chunks
+        return busy / (1 - schedule.bubble())
 
     @property
     def sums_dtype(self) -> Any:
@@ -200,6 +209,7 @@ class PipelineRunner(Runner):
             head_loss=head_loss,
             totals=self.frame.totals,
             vary=self.frame.vary,
+            after=self.zero.after,
             saves_residuals=self.saves_residuals,
             shares_vocabulary=layout.splits_vocabulary,
         )

@@ -10,6 +10,7 @@ from meshpar.pipeline.partition import Partition, make_partition
 from meshpar.schedules.published import SCHEDULES, Maker, make_schedule
 from meshpar.schedules.table import Schedule
 from meshpar.schedules.ticks import Tables, compile_schedule
+from meshpar.schedules.zero_bubble import FOLDED, in_lock_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,13 @@ class PipelineSpec:
         """The schedule, compiled."""
         return compile_schedule(self.schedule)
 
+    @functools.cached_property
+    def evaluation_tables(self) -> Tables:
+        """The schedule in lock step, of which evaluation runs the forward passes."""
+        if not self.schedule.diverges:
+            return self.tables
+        return compile_schedule(in_lock_step(self.schedule))
+
 
 def make_spec(layout: Layout, depth: int) -> PipelineSpec:
     """Makes the schedule and the partition of a layout.
@@ -43,10 +51,24 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
       LayoutError: the schedule or the partition does not fit stages, microbatches or
         depth.
     """
-    counts = layout.pipe, layout.microbatches, layout.virtual_stages
+    chunks = layout.virtual_stages
+    if chunks == 1:
+        chunks = FOLDED.get(layout.schedule, 1)
+    counts = layout.pipe, layout.microbatches, chunks
     # A custom schedule may be registered again under its name.
-    maker = SCHEDULES.get(layout.schedule)
-    return _make_spec(maker, layout.schedule, *counts, layout.partition, depth)
+    maker, name = SCHEDULES.get(layout.schedule), layout.schedule
+    locked = _needs_lock_step(layout)
+    return _make_spec(maker, name, *counts, layout.partition, depth, locked)
+
+
+def _needs_lock_step(layout: Layout) -> bool:
+    """Whether all stages have to run the same operations of a tick.
+
+    Operations with collectives need it, and one loop of all ticks.
+    """
+    in_layers = layout.fsdp > 1 and layout.zero_level > 1
+    in_layers |= max(layout.expert, layout.context, layout.tensor) > 1
+    return in_layers or layout.splits_vocabulary or layout.tick_loop == "uniform"
 
 
 def pipeline_traits(layout: Layout, depth: int) -> PipelineTraits:
@@ -62,7 +84,6 @@ def pipeline_traits(layout: Layout, depth: int) -> PipelineTraits:
         return PipelineTraits(layout.schedule, problem=str(error))
     return PipelineTraits(
         spec.schedule.name,
-        conditional=bool(spec.schedule.weight),
         asynchronous=spec.schedule.asynchronous,
         reorders_layers=spec.partition.moves,
     )
@@ -77,6 +98,7 @@ def _make_spec(
     chunks: int,
     partition: str,
     depth: int,
+    locked: bool,
 ) -> PipelineSpec:
     """`make_spec`, once for layouts with equal pipelines."""
     del maker  # It only tells schedules of one name apart.
@@ -104,4 +126,8 @@ def _make_spec(
         why = f"schedule=auto took {name} ({reason})"
     sizes = tuple(map(int, partition.split("/"))) if partition else ()
     made = make_partition(depth, stages, chunks, sizes)  # First: it refuses at once.
-    return PipelineSpec(make_schedule(name, stages, num, chunks), made, why)
+    schedule = make_schedule(name, stages, num, chunks)
+    if schedule.weight and locked:
+        schedule = in_lock_step(schedule)
+    made = dataclasses.replace(made, folded=schedule.folded)
+    return PipelineSpec(schedule, made, why)

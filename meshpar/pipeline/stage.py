@@ -48,6 +48,8 @@ class PipelineStage:
       head_loss: that of `layered`.
       totals: (result of the loss, whether its microbatch is the last) -> totals.
       vary: marks an array as differing over the manual axes.
+      after: (sums of its layers' gradients, tree) -> the tree, which waits for them
+        where platforms need it.
       saves_residuals: whether `forward` saves the layers' residuals instead of their
         input.
       shares_vocabulary: whether all stages run embedding and head together.
@@ -65,6 +67,7 @@ class PipelineStage:
     head_loss: Callable[[Params, Any, Any, Key], LossResult]
     totals: Callable[[LossResult, Any], Totals]
     vary: Callable[[Array], Array]
+    after: Callable[[Params, Any], Any]
     saves_residuals: bool
     shares_vocabulary: bool
 

@@ -2,7 +2,7 @@
 
 Its operations run in this order:
 
-    gradient arrives | embed | F | send | head and loss | B | embedding's gradient | W
+    gradient arrives | embed | F | send | head and loss | B | W | embedding's gradient
 
 An activation is sent beside head and backward pass, a gradient beside the forward pass
 of the next tick, so that sends overlap with compute. Where platforms may mix up their
@@ -14,16 +14,23 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
-from meshpar.pipeline.buffers import put_slot, take_slot, where_tree
+from meshpar.pipeline.buffers import (
+    ACTIVATIONS,
+    GRADIENTS,
+    put_slot,
+    take_slot,
+    where_tree,
+)
 from meshpar.pipeline.phases import TickOperations
 from meshpar.pipeline.stage import PipelineStage
-from meshpar.schedules.ticks import Columns
+from meshpar.schedules.ticks import ARRIVALS, GRADIENT_ARRIVALS, Columns
 
 
 class Sums(NamedTuple):
@@ -76,6 +83,11 @@ class Row(NamedTuple):
     edges: Edges
 
 
+def first_row(rows: Row) -> Row:
+    """The first of rows [ticks]."""
+    return jax.tree.map(lambda x: x[0], rows)
+
+
 def stage_input(stage: PipelineStage, row: Row, inputs: Any) -> Any:
     """The input of F: the embedding on the first stage, or a received activation."""
     columns = row.columns
@@ -106,38 +118,44 @@ class Tick:
       stage: this stage's operations.
       row: its row of the schedule's tables.
       operations: which of them run.
-      sends_activations: whether any stage sends an activation.
-      sends_gradients: whether any stage sends a gradient.
-      send: (value, step) -> the value of the stage `step` before this one.
+      embeds: whether any stage reads the embedding.
+      activation_steps: steps to the stages that activations go to; 0 keeps them.
+      gradient_steps: the same of gradients.
+      send: (value, step, why) -> the value of the stage `step` before this one.
       shares_vocabulary: whether all stages run embedding and head together.
     """
 
     stage: PipelineStage
     row: Row
     operations: TickOperations
-    sends_activations: bool
-    sends_gradients: bool
-    send: Callable[[Any, int], Any]
+    embeds: bool
+    activation_steps: tuple[int, ...]
+    gradient_steps: tuple[int, ...]
+    send: Callable[[Any, int, str], Any]
     shares_vocabulary: bool
 
     def run(self, carry: Carry) -> Carry:
         """All operations of the tick, in order."""
-        last = carry.dx
-        if self.sends_gradients:
-            last = self.send(carry.dx, -1)
-            slot = self.row.columns.gradient_arrived
+        last = dx = carry.dx
+        for step in self.gradient_steps:
+            last = self.send(dx, step, GRADIENTS)
+            slot = getattr(self.row.columns, GRADIENT_ARRIVALS[step])
             carry = carry._replace(gradients=put_slot(carry.gradients, slot, last))
+            dx = in_turn(last, dx)
         if self.operations.forward is not False:
             carry, last = self._forward(carry, last)
         backward = functools.partial(self._backward, last)
         carry = _run_if(self.operations.backward, backward, carry)
-        carry = _run_if(self.operations.embed_backward, self._embed_backward, carry)
-        return _run_if(self.operations.weight, self._weights, carry)
+        carry = _run_if(self.operations.weight, self._weights, carry)
+        return _run_if(self.operations.embed_backward, self._embed_backward, carry)
 
     def _forward(self, carry: Carry, last: Any) -> tuple[Carry, Any]:
         """F, its send, and head and loss; also what the last of them computes."""
         columns = self.row.columns
-        x = in_turn(last, stage_input(self.stage, self.row, carry.inputs))
+        x = take_slot(carry.inputs, columns.f_input)
+        if self.embeds:
+            x = stage_input(self.stage, self.row, carry.inputs)
+        x = in_turn(last, x)
 
         def forward(saved_and_x: tuple[Any, Any]) -> tuple[Any, Any]:
             buffer, x = saved_and_x
@@ -146,9 +164,9 @@ class Tick:
 
         saved, y = _run_if(self.operations.forward, forward, (carry.saved, x))
         carry = carry._replace(saved=saved)
-        if self.sends_activations:
-            arrived = self.send(y, 1)
-            inputs = put_slot(carry.inputs, columns.arrived, arrived)
+        for step in self.activation_steps:
+            arrived = self.send(y, step, ACTIVATIONS)
+            inputs = put_slot(carry.inputs, getattr(columns, ARRIVALS[step]), arrived)
             carry, y = carry._replace(inputs=inputs), in_turn(arrived, y)
         return _run_if(self.operations.head, self._head, (carry, y))
 
@@ -195,9 +213,12 @@ class Tick:
         return carry._replace(sums=carry.sums._replace(shared=shared))
 
     def _weights(self, carry: Carry) -> Carry:
+        """W, after B of the same tick, and before all that reads its result."""
         columns = self.row.columns
         state = take_slot(carry.states, columns.w_state)
+        state = in_turn(take_slot(carry.states, columns.b_state), state)
         stack = self.stage.backward_weights(
             columns.w_chunk, state, carry.sums.stack, columns.w_on > 0
         )
-        return carry._replace(sums=carry.sums._replace(stack=stack))
+        carry = carry._replace(sums=carry.sums._replace(stack=stack))
+        return carry._replace(dx=self.stage.after(stack, carry.dx))

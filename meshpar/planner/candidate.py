@@ -1,5 +1,6 @@
 """Predicts memory, traffic and time of a layout, without compiling it."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -7,10 +8,16 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from meshpar.compose import LoweringArguments, combination, make_lowering
+from meshpar.compose import (
+    LoweringArguments,
+    combination,
+    make_lowering,
+    may_split_vocabulary,
+)
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.written import WrittenCollective
 from meshpar.errors import LayoutError
+from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
@@ -103,6 +110,9 @@ class Candidates:
           LayoutError: devices, model or batch cannot honour it.
         """
         facts = self.facts
+        if may_split_vocabulary(facts.model, layout) and facts.used.vocabulary:
+            with contextlib.suppress(LayoutError):  # As `lower` does.
+                return self.candidate(dataclasses.replace(layout, vocab=PIPE))
         layout.check_batch_size(facts.rows)
         shared = self._shared(layout)
         plan = dataclasses.replace(shared.lowering.plan, layout=layout)

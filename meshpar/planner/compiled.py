@@ -163,7 +163,7 @@ def _space(
         shapes[0][0],
         length,
         wanted,
-        lambda: used_names(model, batch, machine.devices[0]).dims,
+        lambda: used_names(model, batch, machine.devices[0]),
     )
 
 

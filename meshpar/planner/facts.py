@@ -242,10 +242,12 @@ class UsedNames(NamedTuple):
     Attributes:
       dims: of the dims of activations that it constrains.
       values: of the values that it names for rematerialization.
+      vocabulary: whether embedding and loss use the functions of `ops.vocabulary`.
     """
 
-    dims: frozenset[str]
-    values: frozenset[str]
+    dims: frozenset[str] = frozenset()
+    values: frozenset[str] = frozenset()
+    vocabulary: bool = False
 
 
 def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
@@ -262,7 +264,7 @@ def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
     with _on_one_device(layout, mesh) as scope:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
     dims = frozenset(name for name in scope.names_used if name)
-    return UsedNames(dims, named_values(jaxpr))
+    return UsedNames(dims, named_values(jaxpr), len(scope.vocabulary_used) > 1)
 
 
 @contextlib.contextmanager

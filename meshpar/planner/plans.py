@@ -313,8 +313,7 @@ def predicted(
         return found[-1]
 
     model, rows, length = facts.model, facts.rows, facts.length
-    names = (lambda: facts.used.dims), (lambda: facts.used.values)
-    space = layouts(count, model, rows, length, wanted, *names)
+    space = layouts(count, model, rows, length, wanted, lambda: facts.used)
     for _, group in itertools.groupby(space, beside_layers):
         uniform = [c for c in map(predict, group) if c is not None]
         for candidate in uniform:

@@ -8,6 +8,7 @@ slowest, and a tick without work costs as much as one with work.
 import dataclasses
 from typing import NamedTuple, Self
 
+from meshpar.fsdp.terms import WEIGHTS, weight_reading
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
@@ -212,10 +213,13 @@ class _Passes(NamedTuple):
         compute: dict[Beside, float] = {}
         saves, in_kernels = 0, 0.0
         by_use = {FEATURES: runner.layer_passes, ROWS: runner.row_passes}
-        repeats = any(run.name == "forward again" for run in runner.layer_passes)
+        names = {run.name for run in runner.layer_passes}
+        repeats, splits = "forward again" in names, WEIGHTS in names
         for use, run in ((use, run) for use, own in by_use.items() for run in own):
-            times = run.runs * run.depth
+            times = runner.lasting_runs(run) * run.depth
             seconds, kernels = layer.of(run.name)
+            if run.name == "backward" and splits:
+                seconds -= layer.matmuls
             beside = Beside(run.name, use)
             compute[beside] = compute.get(beside, 0.0) + times * seconds
             in_kernels += times * kernels
@@ -226,7 +230,7 @@ class _Passes(NamedTuple):
 def _grouped_moves(runner: Runner, traced: TracedLayer) -> float:
     """Bytes between a chip and its memory around the grouped matmuls of experts."""
     experts, total = runner.copied_experts, 0.0
-    for run in (*runner.layer_passes, *runner.row_passes):
+    for run in weight_reading([*runner.layer_passes, *runner.row_passes]):
         of_rows, of_experts = _GROUPED[
             "backward" if run.name == "backward" else "forward"
         ]
@@ -241,6 +245,7 @@ class _LayerSeconds(NamedTuple):
     Attributes:
       forward: of its forward pass.
       kernels: the part of that in kernels written by hand.
+      matmuls: the part of that in matmuls with weights.
       again: that its backward pass repeats.
       kernels_again: the part of that in kernels.
       backward_more: of kernels whose backward pass takes more than twice as long.
@@ -248,12 +253,15 @@ class _LayerSeconds(NamedTuple):
 
     forward: float
     kernels: float
+    matmuls: float
     again: float
     kernels_again: float
     backward_more: float = 0.0
 
     def of(self, name: str) -> tuple[float, float]:
         """Seconds of a named pass: (in all, in kernels)."""
+        if name == WEIGHTS:
+            return self.matmuls, 0.0
         if name != "backward":
             return self.forward, self.kernels
         all_seconds = 2 * self.forward + self.backward_more + self.again
@@ -275,7 +283,8 @@ def _layer_seconds(
         slower = machine.flops / machine.attention_flops(kernel.width)
         kernels *= kernel.computed * slower
         more = (_BACKWARD_OF_CUDNN - 2) * kernels
-    forward = row_seconds * facts.flops.layer + kernels + elementwise
+    matmuls = row_seconds * facts.flops.layer
+    forward = matmuls + kernels + elementwise
     narrow = rows / layout.tensor * facts.flops.narrow / machine.chip.peak_flops
     forward += machine.narrow * narrow
     name = NAMES[platform_named(machine.devices[0].platform)]
@@ -290,4 +299,4 @@ def _layer_seconds(
 
     policies = layout.remat, facts.layered.depth
     again, kernels_again = (average(*policies, of) for of in (again_of, kernels_of))
-    return _LayerSeconds(forward, kernels, again, kernels_again, more)
+    return _LayerSeconds(forward, kernels, matmuls, again, kernels_again, more)

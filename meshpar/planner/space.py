@@ -28,6 +28,7 @@ from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
 from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
+from meshpar.layouts.pipeline_options import EDGE, INPUTS
 from meshpar.layouts.remat import (
     EXPERT_ROWS,
     NONE,
@@ -36,6 +37,7 @@ from meshpar.layouts.remat import (
 )
 from meshpar.layouts.wanted import Wanted
 from meshpar.models.model import Model
+from meshpar.planner.facts import UsedNames
 
 MOST_TENSOR = 16
 """Most devices over `tensor`: more of them than one host's have slow links between."""
@@ -71,8 +73,7 @@ def layouts(
     rows: int,
     length: int,
     wanted: Wanted,
-    constrained: Callable[[], frozenset[str]] = frozenset,
-    named: Callable[[], frozenset[str]] = frozenset,
+    used: Callable[[], UsedNames] = UsedNames,
 ) -> Iterator[Layout]:
     """Generates layouts that fill all devices and that are valid by themselves.
 
@@ -83,9 +84,7 @@ def layouts(
       rows: of the batch.
       length: of its sequences.
       wanted: what the user asks for.
-      constrained: gives the names of the dims of activations that the model constrains;
-        called if some dim does not divide.
-      named: gives the names that its layers give to values.
+      used: gives the names that the model uses; called where a layout depends on them.
     """
     layered = model.layered
     names = {name for p in model.params.values() for name in p.names or ()}
@@ -110,11 +109,11 @@ def layouts(
         rules: dict[str, dict[str, Any]] = {}
         if whole := _undivided(model, wanted.required.get(TENSOR, sizes[TENSOR])):
             rules["params"] = dict.fromkeys(whole)
-            rules["activations"] = dict.fromkeys(whole & constrained())
+            rules["activations"] = dict.fromkeys(whole & used().dims)
         rules = {
             kind: own | wanted.required.get(kind, {}) for kind, own in rules.items()
         }
-        for options in _options(sizes, rows, named) if layered else _zero_levels(sizes):
+        for options in _options(sizes, rows, used) if layered else _zero_levels(sizes):
             # What is required stands in for what the space would try.
             fields = {**sizes, **options, **wanted.required, **rules}
             try:
@@ -185,7 +184,7 @@ def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]
 
 
 def _options(
-    sizes: Mapping[str, int], rows: int, named: Callable[[], frozenset[str]]
+    sizes: Mapping[str, int], rows: int, used: Callable[[], UsedNames]
 ) -> Iterator[dict[str, Any]]:
     """Generates the options to try with sizes of axes."""
     split = ways_of(BATCH_AXES, sizes)
@@ -197,13 +196,15 @@ def _options(
     }
     if sizes[CONTEXT] > 1:
         tried["context_mode"] = [ALLGATHER, ULYSSES]
-    given = named() | ({EXPERT_ROWS} if sizes[EXPERT] > 1 else set())
+    given = used().values | ({EXPERT_ROWS} if sizes[EXPERT] > 1 else set())
     remat = [NONE, *(x for x in REMAT_POLICIES if not lacks_values(x, given))]
     uses = [FEATURES, ROWS] if _is_possible(**sizes, layers=ROWS) else [FEATURES]
     # Layouts that differ in `remat` alone follow each other: they share most costs.
     tried_in_layers = {"layers": uses, "remat": remat}
     for values in itertools.product(
-        _combinations(tried), _pipelines(stages), _combinations(tried_in_layers)
+        _combinations(tried),
+        _pipelines(stages, used().vocabulary),
+        _combinations(tried_in_layers),
     ):
         yield values[0] | values[1] | values[2]
 
@@ -226,17 +227,24 @@ def _zero_levels(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         yield {"zero": level}
 
 
-def _pipelines(stages: int) -> list[dict[str, Any]]:
-    """Options of a pipeline to try with a number of stages."""
+def _pipelines(stages: int, shares: bool) -> list[dict[str, Any]]:
+    """Options of a pipeline to try with a number of stages.
+
+    Args:
+      stages: of the pipeline.
+      shares: whether the model can split its vocabulary over them.
+    """
     if stages == 1:
         return [{}]
+    chunks = [{"schedule": "interleaved", "virtual_stages": v} for v in _CHUNKS]
+    alone = [{"schedule": "gpipe"}, {"schedule": "zb_h1"}]
+    fused = [{"schedule": "1f1b"}, *chunks]
+    again = {"schedule": "1f1b", "save": INPUTS}
+    if not shares:
+        return [*fused, *alone, again]
     return [
-        {"schedule": "1f1b"},
-        {"schedule": "1f1b", "vocab": PIPE},
-        {"schedule": "1f1b", "save": "residuals"},
-        {"schedule": "gpipe"},
-        {"schedule": "zb_h1"},
-        *({"schedule": "interleaved", "virtual_stages": v} for v in _CHUNKS),
+        *({"vocab": EDGE, **options} for options in (*fused, *alone)),
+        *({"vocab": PIPE, **options} for options in (*fused, again)),
     ]
 
 

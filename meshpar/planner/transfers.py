@@ -8,6 +8,7 @@ from typing import NamedTuple
 from meshpar.contracts import cost
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
+from meshpar.fsdp.terms import weight_reading
 from meshpar.layouts.axes import SLOW_AXES, in_use
 from meshpar.layouts.layer_uses import ROWS, policies, runs
 from meshpar.layouts.remat import repeated_share
@@ -180,7 +181,7 @@ def _gathers(lowering: ShardMapLowering) -> int:
     repeated = sum(count * repeated_share(policy, 1) for policy, count in own)
     again = _TENSOR_FORWARD * repeated / split if split else 0
     gathers = 0
-    for run in lowering.runner.layer_passes:
+    for run in weight_reading(lowering.runner.layer_passes):
         backward = run.name == "backward"
         times = _TENSOR_BACKWARD + again if backward else _TENSOR_FORWARD
         gathers += run.runs * run.depth * times

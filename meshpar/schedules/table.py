@@ -6,8 +6,8 @@ tick has one slot for each of F, B and W, and all stages walk through the ticks 
 step. F and B of *different* microbatches may share a tick, which gives the textbook
 bubble in one SPMD program.
 
-Chunk v (a virtual stage) of stage p is virtual stage v * num_stages + p of the model.
-Pure Python: no jax.
+Chunk v (a virtual stage) of stage p is virtual stage v * num_stages + p of the model;
+folded schedules turn every other round of chunks around. Pure Python: no jax.
 """
 
 import dataclasses
@@ -22,6 +22,18 @@ class Op(NamedTuple):
     microbatch: int
     chunk: int
     stage: int
+
+
+def place(virtual_stage: int, num_stages: int, folded: bool) -> tuple[int, int]:
+    """(chunk, stage) of a virtual stage.
+
+    Args:
+      virtual_stage: its number in the order of the model.
+      num_stages: P.
+      folded: whether chunks of odd numbers go from the last stage back to the first.
+    """
+    chunk, stage = divmod(virtual_stage, num_stages)
+    return chunk, num_stages - 1 - stage if folded and chunk % 2 else stage
 
 
 Ticks = Mapping[Op, int]
@@ -42,6 +54,10 @@ class Schedule:
       weight: tick of every W; empty if B computes the weights' gradient as well.
       asynchronous: whether stages update their weights after every B (PipeDream); all
         slots then run in every tick.
+      folded: whether chunks of odd numbers go from the last stage back to the first
+        one, so that chunks 0 and 1 make a V.
+      in_lock_step: whether every stage runs all slots that any stage uses in a tick,
+        masked, W too. Otherwise stages that split W off run their own operations alone.
     """
 
     name: str
@@ -52,6 +68,13 @@ class Schedule:
     backward: Ticks
     weight: Ticks = dataclasses.field(default_factory=dict)
     asynchronous: bool = False
+    folded: bool = False
+    in_lock_step: bool = False
+
+    @property
+    def diverges(self) -> bool:
+        """Whether stages run different slots in one tick."""
+        return bool(self.weight) and not self.in_lock_step
 
     @functools.cached_property
     def num_ticks(self) -> int:
@@ -71,21 +94,26 @@ class Schedule:
             yield from ((kind, op, tick) for op, tick in ticks.items())
         yield from (("W", op, tick) for op, tick in self.weight.items())
 
+    def op(self, microbatch: int, virtual_stage: int) -> Op:
+        """The operation of a microbatch on a virtual stage."""
+        return Op(microbatch, *place(virtual_stage, self.num_stages, self.folded))
+
+    def _beside(self, op: Op, step: int) -> Op | None:
+        """The operation on the virtual stage `step` after this one, if there is one."""
+        turned = self.folded and op.chunk % 2
+        stage = self.num_stages - 1 - op.stage if turned else op.stage
+        other = op.chunk * self.num_stages + stage + step
+        if not 0 <= other < self.num_chunks * self.num_stages:
+            return None
+        return self.op(op.microbatch, other)
+
     def before(self, op: Op) -> Op | None:
         """The operation whose output this F reads; None if it is the embedding."""
-        if op.stage:
-            return Op(op.microbatch, op.chunk, op.stage - 1)
-        if op.chunk:
-            return Op(op.microbatch, op.chunk - 1, self.num_stages - 1)
-        return None
+        return self._beside(op, -1)
 
     def after(self, op: Op) -> Op | None:
         """The operation that reads the output of this F; None if it is the head."""
-        if op.stage < self.num_stages - 1:
-            return Op(op.microbatch, op.chunk, op.stage + 1)
-        if op.chunk < self.num_chunks - 1:
-            return Op(op.microbatch, op.chunk + 1, 0)
-        return None
+        return self._beside(op, 1)
 
     def in_flight(self) -> list[int]:
         """Most stage inputs that each stage holds at once, from F to B inclusive."""
@@ -100,9 +128,9 @@ class Schedule:
     def time(self, f: float = 1.0, b: float = 2.0, w: float = 0.0) -> float:
         """Duration of a step in lock step: every tick waits for its slowest stage.
 
-        Without W all stages run the same slots of a tick, masked where they have no
-        work. With W a stage runs only its own operations. If asynchronous, every slot
-        runs in every tick.
+        All stages run the same slots of a tick, masked where they have no work; a stage
+        that diverges runs its own operations alone. If asynchronous, every slot runs in
+        every tick.
 
         Args:
           f: time of one F through a whole stage (all its chunks), in any unit.
@@ -122,7 +150,7 @@ class Schedule:
             stages = at.setdefault(tick, {})
             stages[op.stage] = stages.get(op.stage, 0.0) + unit[kind]
             slots.setdefault(tick, set()).add(kind)
-        if self.weight:
+        if self.diverges:
             return sum(max(stages.values()) for stages in at.values())
         return sum(unit[kind] for kinds in slots.values() for kind in kinds)
 

@@ -28,8 +28,16 @@ class Columns(NamedTuple):
       first: whether F reads the embedding instead of `f_input`.
       last: whether the head follows F.
       head_gradient: slot among the gradients for the head's gradient.
-      arrived: slot for the activation that arrives at the end of the tick.
-      gradient_arrived: slot for the gradient that arrives at the start of the tick.
+      arrived: slot for the activation that arrives from the stage before at the end of
+        the tick.
+      arrived_back: slot for the one that arrives from the stage after, where chunks go
+        back.
+      kept: slot for F's output, where the stage itself has the next chunk.
+      gradient_arrived: slot for the gradient that arrives from the stage after at the
+        start of the tick.
+      gradient_back: slot for the one that arrives from the stage before.
+      gradient_kept: slot for the gradient of the last B, where the stage itself has the
+        chunk before.
       b_on: whether B runs.
       b_microbatch: microbatch of B.
       b_chunk: chunk of B.
@@ -51,7 +59,11 @@ class Columns(NamedTuple):
     last: np.ndarray
     head_gradient: np.ndarray
     arrived: np.ndarray
+    arrived_back: np.ndarray
+    kept: np.ndarray
     gradient_arrived: np.ndarray
+    gradient_back: np.ndarray
+    gradient_kept: np.ndarray
     b_on: np.ndarray
     b_microbatch: np.ndarray
     b_chunk: np.ndarray
@@ -62,6 +74,13 @@ class Columns(NamedTuple):
     w_on: np.ndarray
     w_chunk: np.ndarray
     w_state: np.ndarray
+
+
+ARRIVALS = {1: "arrived", -1: "arrived_back", 0: "kept"}
+"""{step from the sender to the receiver: column} of activations."""
+
+GRADIENT_ARRIVALS = {-1: "gradient_arrived", 1: "gradient_back", 0: "gradient_kept"}
+"""{step from the sender to the receiver: column} of gradients."""
 
 
 class Phase(NamedTuple):
@@ -95,6 +114,7 @@ class Tables:
       num_saved: slots for values that F saves for B.
       num_gradients: slots for gradients that have arrived.
       num_states: slots for values that B saves for W.
+      diverges: whether stages run different operations in one tick.
     """
 
     columns: Columns
@@ -103,6 +123,7 @@ class Tables:
     num_saved: int
     num_gradients: int
     num_states: int
+    diverges: bool
 
 
 Interval = tuple[int, int, Op]
@@ -160,8 +181,8 @@ def compile_schedule(schedule: Schedule) -> Tables:
     nowhere = {
         "f_saved": counts["saved"],
         "head_gradient": counts["gradients"],
-        "arrived": counts["inputs"],
-        "gradient_arrived": counts["gradients"],
+        **dict.fromkeys(ARRIVALS.values(), counts["inputs"]),
+        **dict.fromkeys(GRADIENT_ARRIVALS.values(), counts["gradients"]),
         "b_state": counts["states"],
     }
     columns = Columns(
@@ -179,7 +200,15 @@ def compile_schedule(schedule: Schedule) -> Tables:
         counts["saved"],
         counts["gradients"],
         counts["states"],
+        s.diverges,
     )
+
+
+def _step(s: Schedule, sender: Op, receiver: Op) -> int:
+    """Stages from a sender to a receiver, around a ring if the schedule is no V."""
+    step = receiver.stage - sender.stage
+    wraps = sender.chunk != receiver.chunk and not s.folded
+    return step if not wraps else (1 if receiver.chunk > sender.chunk else -1)
 
 
 def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
@@ -190,12 +219,13 @@ def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
     columns.f_saved[at] = slots["saved"][op]
     if before := s.before(op):
         columns.f_input[at] = slots["inputs"][op]
-        columns.arrived[s.forward[before], op.stage] = slots["inputs"][op]
+        arrivals = getattr(columns, ARRIVALS[_step(s, before, op)])
+        arrivals[s.forward[before], op.stage] = slots["inputs"][op]
     else:
         columns.first[at] = 1
     if after := s.after(op):
-        arrival = s.backward[after] + 1, op.stage
-        columns.gradient_arrived[arrival] = slots["gradients"][op]
+        arrivals = getattr(columns, GRADIENT_ARRIVALS[_step(s, after, op)])
+        arrivals[s.backward[after] + 1, op.stage] = slots["gradients"][op]
     else:
         columns.last[at] = 1
         columns.head_gradient[at] = slots["gradients"][op]
@@ -213,19 +243,26 @@ def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
 
 
 _MOST_HEAD_PHASES = 2
-"""Phases into which a run of ticks may be cut so that the head runs in all or none."""
+"""Phases into which a run of ticks may be cut so that the head runs in all or none.
+
+With W none of them is of one tick: a compiler would write its loop out, and what is in
+it would wait for nothing of the loop before.
+"""
 
 
 def _phases(columns: Columns) -> Iterator[Phase]:
     """Runs of ticks with the same operations, cut at the head if that makes few."""
     used = [column.any(axis=1) for column in (columns.f_on, columns.b_on, columns.w_on)]
     kinds = list(zip(*(column.tolist() for column in used), strict=True))
-    head = columns.last.any(axis=1).tolist()
+    head, splits_weights = columns.last.any(axis=1).tolist(), columns.w_on.any()
     start = 0
     for kind, ticks in itertools.groupby(kinds):
         stop = start + len(list(ticks))
         runs = [(on, len(list(run))) for on, run in itertools.groupby(head[start:stop])]
-        if len(runs) > _MOST_HEAD_PHASES:
+        most = _MOST_HEAD_PHASES
+        if splits_weights and any(length == 1 for _, length in runs):
+            most = 1
+        if len(runs) > most:
             yield Phase(start, stop, *kind, None)
         else:
             for on, length in runs:

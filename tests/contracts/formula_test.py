@@ -15,6 +15,7 @@ from support.tiny_models import lower, model, standard_model
 
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE
 from meshpar.lowering.layer_collectives import layer_collectives, layers_terms
+from meshpar.schedules import ZERO_BUBBLE
 
 NUM, SLOW_NUM = 2, 24
 TIED = functools.cache(functools.partial(model, depth=8, tied=True))
@@ -35,7 +36,7 @@ def random_layout(seed):
     if pipe > 1:
         parts.append(f"microbatches={2 * pipe}")
         ways = ["schedule=1f1b", "schedule=gpipe", "virtual_stages=2", "save=residuals"]
-        parts.append(rng.choice(ways + ["schedule=zb_h1"] * (tensor == 1)))
+        parts.append(rng.choice([*ways, *(f"schedule={name}" for name in ZERO_BUBBLE)]))
     else:
         parts.append(f"microbatches={rng.choice((1, 2))}")
         parts.append(f"remat={rng.choice(('none', 'full', 'dots'))}")

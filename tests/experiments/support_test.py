@@ -10,7 +10,6 @@ from support.tiny_models import lower, model, plain_model
 
 import meshpar
 from experiments.support import FEATURES, STRATEGIES, support_cells, support_table
-from meshpar.layouts.axes import FSDP
 from meshpar.layouts.refusals.reasons import UnsupportedError
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -65,11 +64,6 @@ def test_a_refused_cell_is_refused_with_its_reason_and_another_layout(cell):
 @refused_cells
 def test_the_layout_that_is_recommended_for_a_refused_cell_lowers(cell):
     fitting = refused(cell)
-    if cell.feature.name == f"layers={FSDP}" and cell.strategy.name == "schedule=zb_h1":
-        # A layout by itself knows no schedule: the model's depth makes it.
-        with pytest.raises(UnsupportedError) as error:
-            lowered(dataclasses.replace(cell, layout=fitting))
-        fitting = recommended(error.value)
     layout = lowered(dataclasses.replace(cell, layout=fitting))
     assert str(layout) == fitting
 

@@ -124,16 +124,6 @@ OF_A_COMBINATION = [
     ),
     (dict(layout="pipe=2", model=OWN_EVALUATION), "evaluation_loss_fn", "data=2"),
     (
-        dict(layout="pipe=2,tensor=2,fsdp=2,zero=3,schedule=zb_h1"),
-        "tensor=2, fsdp=2,zero=3 with schedule=zb_h1: .*can deadlock",
-        "pipe=2,fsdp=2,tensor=2,zero=3,schedule=1f1b",
-    ),
-    (
-        dict(layout="pipe=2,vocab=pipe,tick_loop=uniform,schedule=zb_h1"),
-        "tick_loop=uniform, vocab=pipe with schedule=zb_h1",
-        "pipe=2,schedule=zb_h1",
-    ),
-    (
         dict(layout="pipe=2,fsdp=2,save=residuals,schedule=pipedream", clip_norm=1.0),
         "fsdp=2, save=residuals, clip_norm=1.0 with schedule=pipedream",
         "pipe=2,fsdp=2,zero=2,schedule=1f1b,save=residuals",

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import math
+import random
 from unittest import mock
 
 import jax
@@ -25,6 +27,7 @@ from meshpar import layouts, schedules
 from meshpar.errors import LayoutError
 from meshpar.pipeline.runner import PipelineRunner
 from meshpar.pipeline.spec import make_spec
+from meshpar.schedules import ZERO_BUBBLE
 
 DEEP = model(depth=8)
 MODELS = {
@@ -64,7 +67,7 @@ def test_evaluation_runs_through_the_stages(layout):
 def every_combination():
     """Every schedule with numbers of stages, other axes, vocab= and save=."""
     other_axes = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=3", "tensor=2")
-    kinds = ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1")
+    kinds = ("gpipe", "1f1b", "interleaved,virtual_stages=2", *ZERO_BUBBLE)
     for kind, stages, other, vocab, save, of in itertools.product(
         kinds,
         (2, 4, 8),
@@ -73,12 +76,10 @@ def every_combination():
         ("inputs", "residuals"),
         ("untied", "tied16"),
     ):
-        refused = kind == "zb_h1" and (
-            other.endswith(("zero=3", "tensor=2")) or vocab == "pipe"
-        )
-        if (stages == 8 and other) or refused:
+        if stages == 8 and other:
             continue
-        parts = f"pipe={stages}", other, f"microbatches=8,schedule={kind}"
+        num = max(8, 2 * stages) if kind == "dualpipe_v" else 8
+        parts = f"pipe={stages}", other, f"microbatches={num},schedule={kind}"
         layout = ",".join([part for part in parts if part])
         yield f"{layout},vocab={vocab},save={save}", of
 
@@ -87,6 +88,32 @@ def every_combination():
 @pytest.mark.parametrize("layout, of", list(every_combination()))
 def test_every_combination_equals_one_device(layout, of):
     assert_equals_one_device(layout, of)
+
+
+def drawn_zero_bubble(seed):
+    """A schedule that splits weight gradients off, beside axes of all kinds."""
+    rng = random.Random(seed)
+    schedule, stages = rng.choice([*ZERO_BUBBLE]), rng.choice((2, 2, 4))
+    axes = [("fsdp", 2), ("tensor", 2), ("context", 2), ("data", 2)]
+    beside = dict(rng.sample(axes, k=rng.randint(0, 2 if stages == 2 else 1)))
+    rows = math.prod(n for axis, n in beside.items() if axis in ("fsdp", "data"))
+    num = rng.choice([n for n in (2, 4, 8) if n * rows <= len(batch()["tokens"])])
+    if schedule == "dualpipe_v" and num < 2 * stages:
+        schedule = "zb_v"
+    options = [f"{axis}={n}" for axis, n in beside.items()]
+    if "fsdp" in beside:
+        options.append(f"zero={rng.choice((1, 2, 3))}")
+    options += [f"remat={x}" for x in [rng.choice(("none", "full", "dots"))]]
+    options += [f"save={rng.choice(('auto', 'inputs', 'residuals'))}"]
+    options += [f"vocab={rng.choice(('edge', 'pipe'))}"]
+    options += ["tick_loop=uniform"] * (rng.random() < 0.2)
+    return f"pipe={stages},microbatches={num},schedule={schedule},{','.join(options)}"
+
+
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 30))])
+def test_zero_bubbles_drawn_at_random_equal_one_device(seed):
+    program = assert_equals_one_device(drawn_zero_bubble(seed), "untied")
+    assert program.violations() == []
 
 
 class Penalized(nnx.Module):

@@ -41,6 +41,52 @@ def test_bubbles_and_stage_inputs_in_flight_are_those_of_the_papers(
             assert max(interleaved.in_flight()) <= most
 
 
+@pytest.mark.parametrize("name, chunks", [("zb_h2", 1), ("zb_v", 2), ("dualpipe_v", 2)])
+@pytest.mark.parametrize("stages, microbatches", [(2, 4), (3, 7), (4, 8), (6, 24)])
+def test_zero_bubbles_wait_for_the_first_pass_to_arrive_and_no_longer(
+    name, chunks, stages, microbatches
+):
+    p, m = stages, microbatches
+    schedule = schedules.make_schedule(name, p, m, chunks)
+    passes = 3 * chunks * m
+    assert schedule.num_ticks == passes + p - 1
+    assert schedule.bubble() == pytest.approx((p - 1) / (passes + p - 1))
+    assert schedules.formula(schedule)[0] == pytest.approx(schedule.bubble())
+    ran = [(stage, tick) for _, (_, _, stage), tick in schedule.placed()]
+    assert len(ran) == len({*ran})  # One operation per stage and tick.
+    most = {"zb_h2": 2 * p - 1, "zb_v": 3 * p, "dualpipe_v": 2 * p + 1}[name]
+    assert held_from_f_to_w(schedule) <= most
+    locked = schedules.in_lock_step(schedule)
+    assert locked.bubble() == pytest.approx(2 * (p - 1) / (3 * m + 2 * (p - 1)))
+    assert schedules.formula(locked)[0] == pytest.approx(locked.bubble())
+
+
+def held_from_f_to_w(schedule):
+    """Most passes of a chunk that any stage holds from F to W."""
+    most = 0
+    for stage, tick in itertools.product(
+        range(schedule.num_stages), range(schedule.num_ticks)
+    ):
+        held = sum(
+            op.stage == stage and schedule.forward[op] <= tick <= schedule.weight[op]
+            for op in schedule.forward
+        )
+        most = max(most, held)
+    return most
+
+
+def test_a_v_gives_the_first_stage_the_first_and_the_last_layers():
+    schedule = schedules.make_schedule("zb_v", 3, 6, 2)
+    way = [Op(0, 0, 0)]
+    while (after := schedule.after(way[-1])) is not None:
+        way.append(after)
+        assert schedule.before(after) == way[-2]
+    assert [(op.chunk, op.stage) for op in way] == [
+        *((0, stage) for stage in (0, 1, 2)),
+        *((1, stage) for stage in (2, 1, 0)),
+    ]
+
+
 def edited(op: Op, kind: str, tick: int | None):
     """1F1B with one operation moved, or removed if its tick is None."""
     schedule = schedules.make_schedule("1f1b", 3, 4)
@@ -101,6 +147,8 @@ def test_a_weight_gradient_follows_its_backward_pass():
         ("1f1b", (2, 4, 2), "virtual_stages=2; use schedule=interleaved"),
         ("interleaved", (4, 6, 2), "multiple of 4"),
         ("interleaved", (4, 8, 1), "at least 2"),
+        ("zb_v", (4, 8, 3), "two chunks of layers per stage, not virtual_stages=3"),
+        ("dualpipe_v", (4, 7, 2), r"microbatches=7 are fewer than 2\*pipe=8"),
     ],
 )
 def test_unknown_names_and_unsupported_sizes_are_errors(name, sizes, words):

@@ -6,7 +6,7 @@ import pytest
 
 from meshpar import schedules
 from meshpar.schedules.table import Op
-from meshpar.schedules.ticks import compile_schedule
+from meshpar.schedules.ticks import ARRIVALS, GRADIENT_ARRIVALS, compile_schedule
 
 CASES = [
     (name, stages, num, chunks)
@@ -15,10 +15,14 @@ CASES = [
         ("gpipe", 1),
         ("1f1b", 1),
         ("zb_h1", 1),
+        ("zb_h2", 1),
+        ("zb_v", 2),
+        ("dualpipe_v", 2),
         ("interleaved", 2),
         ("interleaved", 3),
     )
-    if chunks == 1 or num % stages == 0
+    if name != "interleaved" or num % stages == 0
+    if name != "dualpipe_v" or num >= 2 * stages
 ]
 
 
@@ -44,7 +48,8 @@ def run(tables, schedule):
         ]
         back = [stage.sent_back for stage in stages]
         for p, (stage, r) in enumerate(zip(stages, row, strict=True)):
-            stage.gradients[r.gradient_arrived] = back[(p + 1) % num]
+            for step, column in GRADIENT_ARRIVALS.items():
+                stage.gradients[getattr(r, column)] = back[(p - step) % num]
         for p, (stage, r) in enumerate(zip(stages, row, strict=True)):
             op = Op(r.f_microbatch, r.f_chunk, p)
             if r.f_on:
@@ -71,13 +76,22 @@ def run(tables, schedule):
                 done.append(("W", Op(*state[1:])))
         sent = [stage.sent for stage in stages]
         for p, (stage, r) in enumerate(zip(stages, row, strict=True)):
-            stage.inputs[r.arrived] = sent[p - 1]
+            for step, column in ARRIVALS.items():
+                stage.inputs[getattr(r, column)] = sent[(p - step) % num]
     return done
 
 
-@pytest.mark.parametrize("name, stages, num, chunks", CASES)
-def test_every_operation_reads_its_own_inputs(name, stages, num, chunks):
+LOCKED = [(*case, True) for case in CASES if case[0] in schedules.ZERO_BUBBLE]
+"""Schedules whose stages are out of step, in lock step."""
+
+
+@pytest.mark.parametrize(
+    "name, stages, num, chunks, locked", [*((*c, False) for c in CASES), *LOCKED]
+)
+def test_every_operation_reads_its_own_inputs(name, stages, num, chunks, locked):
     schedule = schedules.make_schedule(name, stages, num, chunks)
+    schedule = schedules.in_lock_step(schedule) if locked else schedule
+    assert schedules.problems(schedule) == []
     tables = compile_schedule(schedule)
     done = run(tables, schedule)
     ops = list(schedule.ops())
@@ -85,7 +99,7 @@ def test_every_operation_reads_its_own_inputs(name, stages, num, chunks):
         assert sorted(op for k, op in done if k == kind) == ops
     # Buffers are as small as the schedule allows.
     assert tables.num_saved == max(schedule.in_flight())
-    assert tables.num_inputs <= 1
+    assert tables.num_inputs <= (1 if name not in schedules.ZERO_BUBBLE else 2 * stages)
     ticks = [tick for phase in tables.phases for tick in range(*phase[:2])]
     assert ticks == list(range(schedule.num_ticks))
 

@@ -42,14 +42,12 @@ class PipelineTraits(NamedTuple):
 
     Attributes:
       schedule: name of the schedule, which "auto" has chosen.
-      conditional: whether operations run under conditionals that differ between stages.
       asynchronous: whether stages update their weights by themselves (PipeDream).
       reorders_layers: whether layers are stored in another order than the model's.
       problem: why schedule or partition cannot be, with the remedy; "" if they can.
     """
 
     schedule: str
-    conditional: bool = False
     asynchronous: bool = False
     reorders_layers: bool = False
     problem: str = ""

@@ -5,13 +5,10 @@ from collections.abc import Iterable
 
 from meshpar.layouts.axes import (
     AXES,
-    CONTEXT,
     DATA,
-    EXPERT,
     FSDP,
     PIPE,
     REPLICA,
-    TENSOR,
     TOKEN_AXES,
 )
 from meshpar.layouts.mixes import reason_depth
@@ -113,14 +110,6 @@ def _pipeline(c: Combination, trait: str) -> list[str]:
     return [f"schedule={pipeline.schedule}"] if getattr(pipeline, trait, False) else []
 
 
-def _in_conditionals(c: Combination) -> list[str]:
-    """Settings with collectives in every operation of a stage."""
-    settings = sizes(c, EXPERT, CONTEXT, TENSOR)
-    if c.layout.fsdp > 1 and c.layout.zero_level == 3:
-        settings.append(f"{FSDP}={c.layout.fsdp},zero=3")
-    return settings
-
-
 _BEYOND_STAGE = "vocab", "save", "tick_loop"
 
 
@@ -150,20 +139,6 @@ def _is_mode(c: Combination, **traits: bool) -> list[str]:
     has_all = mode and all(getattr(mode, name) == x for name, x in traits.items())
     return [f"mode={mode.name}"] if has_all else []
 
-
-CONDITIONAL = Refusal(
-    f"{EXPERT}=N, {CONTEXT}=N, {TENSOR}=N, {FSDP}=N,zero=3",
-    "schedule=zb_h1",
-    lambda c: both(_in_conditionals(c), _pipeline(c, "conditional")),
-    "it runs F, B and W under conditionals that differ between stages, in which "
-    "collectives can deadlock",
-    "use schedule=1f1b, or leave these axes out",
-    lambda c: [
-        {"schedule": "1f1b"},
-        as_data(c, EXPERT, CONTEXT, TENSOR) | left_out(c, "zero"),
-    ],
-)
-"""Collectives in operations that not all stages run."""
 
 OF_TRAINING: tuple[Refusal, ...] = (
     *OF_LAYOUTS,
@@ -275,16 +250,6 @@ OF_TRAINING: tuple[Refusal, ...] = (
         "function",
         f"leave evaluation_loss_fn or {PIPE} out",
         lambda c: [as_data(c, PIPE)],
-    ),
-    CONDITIONAL,
-    Refusal(
-        f"vocab={PIPE}, tick_loop=uniform",
-        "schedule=zb_h1",
-        lambda c: both(_asked(c, "tick_loop", "vocab"), _pipeline(c, "conditional")),
-        "it runs F, B and W under conditionals that differ between stages, in which "
-        f"nothing may be sent over {PIPE}",
-        "leave it out, or use schedule=1f1b",
-        lambda c: [left_out(c, "tick_loop", "vocab"), {"schedule": "1f1b"}],
     ),
     Refusal(
         f"{FSDP}=N, {', '.join(_BEYOND_STAGE)}, clip_norm",
