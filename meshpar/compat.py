@@ -13,8 +13,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.arrays import vary
-
 
 def prepare_cpu_threads() -> None:
     """Keeps simulated devices from deadlocking on few cores (jaxlib before 0.12).
@@ -224,12 +222,7 @@ def has_side_effects(eqn: Any) -> bool:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation of a jaxpr: the values of its output variables.
-
-    Values may vary over more manual axes than those of the trace did.
-    """
-    if eqn.primitive.name == "pvary":
-        return [vary(x, eqn.params["axes"]) for x in values]
+    """Evaluates an equation of a jaxpr: the values of its output variables."""
     params, functions = eqn.primitive.get_bind_params(eqn.params), ()
     if not isinstance(params, dict):
         functions, params = params

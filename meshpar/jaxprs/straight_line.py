@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 
 from meshpar import compat
-from meshpar.arrays import Array
+from meshpar.arrays import Array, vary
 from meshpar.jaxprs.value_numbers import ValueNumbers
 from meshpar.jaxprs.walk import CALLS, called_jaxpr, opened
 
@@ -131,14 +131,21 @@ def needed(
 def evaluate(
     steps: Sequence[Step], outputs: Sequence[Atom], known: Mapping[Slot, Array]
 ) -> list[Array]:
-    """Runs steps, and returns some of the values then known."""
+    """Runs steps, and returns some of the values then known.
+
+    These may vary over more manual axes than the values of the trace did.
+    """
     env = dict(known)
 
     def read(atom: Atom) -> Any:
         return env[atom] if isinstance(atom, Slot) else atom.val
 
     for step in steps:
-        values = compat.bind(step.eqn, [read(atom) for atom in step.operands])
+        operands = [read(atom) for atom in step.operands]
+        if step.eqn.primitive.name == "pvary":
+            values = [vary(x, step.eqn.params["axes"]) for x in operands]
+        else:
+            values = compat.bind(step.eqn, operands)
         for slot, value in zip(step.results, values, strict=True):
             env.setdefault(slot, value)
     return [read(atom) for atom in outputs]

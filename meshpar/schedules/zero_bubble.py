@@ -182,7 +182,7 @@ class _Clock:
 
 
 class _Stage:
-    """What one stage has run so far, and what it may run next.
+    """Progress of one stage: its counts, and what it may run next.
 
     Attributes:
       number: of the stage.
