@@ -39,7 +39,7 @@ class Memory:
     @property
     def total(self) -> int:
         """Bytes on the device at the peak."""
-        return sum(dataclasses.astuple(self)) - self.host
+        return sum(vars(self).values()) - self.host
 
     @property
     def temporary(self) -> int:

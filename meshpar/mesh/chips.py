@@ -15,6 +15,7 @@ those of rings with the Simple protocol in NCCL (`src/graph/tuning.cc`, read on
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 TPU, GPU = "tpu", "gpu"
@@ -189,6 +190,7 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 """{name: chip}."""
 
 
+@functools.cache
 def chip_of(device_kind: str) -> Chip | None:
     """The chip with a `jax.Device.device_kind`; None if it is unknown, as for CPUs."""
     chips = (chip for chip in CHIPS.values() if device_kind in chip.device_kinds)

@@ -98,7 +98,7 @@ class PipelineRunner(Runner):
             shares_vocabulary=self.layout.splits_vocabulary,
         )
 
-    @property
+    @functools.cached_property
     def layer_passes(self) -> list[LayerPass]:
         """Every pass over one stage's layers in one step.
 
@@ -230,12 +230,17 @@ class PipelineRunner(Runner):
                 * traced.saved
                 * stage_memory.backward_buffers(self.frame, self.loop)
             )
-        return stage_memory.held(self.frame, self.zero, self.loop, saved, layer)
+        return self._held._replace(activations=saved, layer=layer)
+
+    @functools.cached_property
+    def _held(self) -> Held:
+        """Bytes held in all steps, but for activations and a gathered layer."""
+        return stage_memory.held(self.frame, self.zero, self.loop)
 
     @property
     def copied_experts(self) -> int:
         """Bytes of a layer's experts, which ticks copy for kernels."""
-        return stage_memory.expert_bytes(self.frame)
+        return self._held.experts
 
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:
         """Bytes on one device saved between forward and backward passes.

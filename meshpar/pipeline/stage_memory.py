@@ -70,23 +70,20 @@ def backward_buffers(frame: Frame, loop: TickLoop) -> int:
     return loop.num_backward_buffers if early else min(1, loop.num_backward_buffers)
 
 
-def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int, layer: int) -> Held:
-    """Bytes that one stage holds all through a step.
+def held(frame: Frame, zero: Zero, loop: TickLoop) -> Held:
+    """Bytes that one stage holds all through a step, but for activations.
 
     Args:
       frame: the shard_map program around the pipeline.
       zero: the ZeRO policy.
       loop: the schedule's ticks, by phases.
-      saved: bytes saved between forward and backward passes.
-      layer: whole weights of one layer, if they are gathered for it.
     """
     weights, sums = stage_bytes(frame, zero)
     return Held(
         weights=weights,
+        activations=0,
         experts=expert_bytes(frame),
-        activations=saved,
         sums=sums,
-        layer=layer,
         in_ticks=True,
         head_beside_layers=loop.runs_head_beside_layers,
         scattered=_scattered(frame) if zero.splits_any else 0.0,

@@ -15,7 +15,6 @@ from meshpar.compose import (
     may_split_vocabulary,
 )
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.contracts.written import WrittenCollective
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layer_uses import FEATURES, ROWS
@@ -25,7 +24,7 @@ from meshpar.layouts.refusals.of_training import OF_TRAINING
 from meshpar.layouts.refusals.reasons import first_reason
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.chunked_update import offloaded_plan
-from meshpar.lowering.layer_collectives import layer_collectives, layers_terms
+from meshpar.lowering.layer_collectives import layers_terms
 from meshpar.lowering.layer_trace import largest_weight, logits_ways
 from meshpar.lowering.memory import Memory
 from meshpar.lowering.shard_map import ShardMapLowering
@@ -36,6 +35,7 @@ from meshpar.models.model_checks import CheckedParts
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
+from meshpar.planner.layer_moves import LayerMoves
 from meshpar.planner.seconds import Terms, step_seconds
 from meshpar.planner.space import beside_layers
 from meshpar.planner.transfers import Traffic
@@ -100,7 +100,7 @@ class Candidates:
         self._meshes: dict[tuple, Mesh | LayoutError] = {}
         self._plans: dict[tuple, Plan | LayoutError] = {}
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
-        self._moves: dict[tuple, list[WrittenCollective]] = {}
+        self._moves = LayerMoves(facts)
         self._last: tuple[tuple, _Shared | None] = (), None
 
     def candidate(self, layout: Layout) -> Candidate:
@@ -142,6 +142,7 @@ class Candidates:
         """
         alone = layout.expert > 1 or layout.context > 1 or layout.prefetch
         key = beside_layers(layout), layout.layers, layout.remat if alone else ""
+        key = *key, layout.saves_residuals
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
             combined = combination(self.facts.model, layout)
             if reason := first_reason(combined, OF_TRAINING):
@@ -207,20 +208,8 @@ class Candidates:
             yield from self._terms[key] if own is None else own
         yield from lowering.owners_terms()
         if layout.expert > 1 or layout.context > 1:
-            of_policy = functools.partial(self._layer, lowering)
+            of_policy = functools.partial(self._moves.of, layout)
             yield from layers_terms(lowering.frame, passes, of_policy)
-
-    def _layer(
-        self, lowering: ShardMapLowering, remat: str, output: bool
-    ) -> list[WrittenCollective]:
-        """Collectives inside one layer; cached for layouts that split tokens alike."""
-        layout = lowering.layout
-        key = (*layout.sizes.values(), layout.microbatches, layout.context_mode)
-        key = *key, layout.context_order, layout.context_heads, remat, output
-        if key not in self._moves:
-            moves = layer_collectives(lowering.frame, self.facts.batch, remat, output)
-            self._moves[key] = moves
-        return self._moves[key]
 
     def _sends(self, lowering: ShardMapLowering) -> int:
         """Number of activations and gradients that one stage sends in a step."""

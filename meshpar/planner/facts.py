@@ -6,6 +6,7 @@ FLOPs. No layout traces the model again.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
+from meshpar.planner.context_sizes import TRACED_CONTEXTS, by_parts, follows
 from meshpar.planner.flops import Flops, cudnn_kernel, matmul_flops
 from meshpar.replicated import map_rows, num_rows, row_leaves
 
@@ -78,7 +80,7 @@ class Facts:
                 "predicted; name its layers by layers= (docs/your_model.md)"
             )
         self.model, self.batch, self.compute_dtype = model, batch, compute_dtype
-        self._transformation, self._devices = optimizer, devices
+        self._transformation, self.devices = optimizer, devices
         self._optimizers: dict[int, Optimizer] = {}
         self._traces: dict[tuple[str, Layout], tuple[TracedLayer, TracedLayer]] = {}
         self._layers: dict[tuple, TracedLayer] = {}
@@ -115,9 +117,11 @@ class Facts:
     @functools.cached_property
     def used(self) -> "UsedNames":
         """The names that the model uses."""
-        return used_names(self.model, self._batch_of(_ROWS[0]), self._devices[0])
+        return used_names(self.model, self.batch_of(_ROWS[0]), self.devices[0])
 
-    def _batch_of(self, rows: int) -> Any:
+    def batch_of(self, rows: int) -> Any:
+        """The abstract batch with another number of rows."""
+
         def resized(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
@@ -125,12 +129,31 @@ class Facts:
 
     def _traced(self, remat: str, exchange: Layout) -> tuple[TracedLayer, TracedLayer]:
         """Traces one layer on one device, once for each number of rows in `_ROWS`."""
-        if (remat, exchange) not in self._traces:
+        key = remat, exchange
+        if key not in self._traces and follows(exchange):
+            self._traces[key] = self._extrapolated(remat, exchange)
+        elif key not in self._traces:
             policies = _TOGETHER if remat in _TOGETHER else (remat,)
             few, many = (self._trace(policies, rows, exchange) for rows in _ROWS)
             for policy in policies:
                 self._traces[policy, exchange] = few[policy], many[policy]
         return self._traces[remat, exchange]
+
+    def _extrapolated(
+        self, remat: str, exchange: Layout
+    ) -> tuple[TracedLayer, TracedLayer]:
+        """`_traced` of a size of `context` that follows from smaller ones."""
+        traced = (
+            self._traced(remat, dataclasses.replace(exchange, context=n))
+            for n in TRACED_CONTEXTS
+        )
+
+        def scaled(few: TracedLayer, many: TracedLayer) -> TracedLayer:
+            fields = (by_parts(*pair, exchange) for pair in zip(few, many, strict=True))
+            return TracedLayer(*(max(0, round(x)) for x in fields))
+
+        few, many = (scaled(*pair) for pair in zip(*traced, strict=True))
+        return few, many
 
     def _trace(
         self, policies: Sequence[str], rows: int, exchange: Layout
@@ -138,9 +161,9 @@ class Facts:
         state = self.optimizer.abstract_state
         plan = make_plan(exchange, self.model.params, state, self.compute_dtype)
         sizes = tuple(exchange.sizes.values())
-        devices = np.array(self._devices[: math.prod(sizes)]).reshape(sizes)
+        devices = np.array(self.devices[: math.prod(sizes)]).reshape(sizes)
         mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-        batch = self._batch_of(rows * exchange.expert)
+        batch = self.batch_of(rows * exchange.expert)
         return trace_policies(self.layered, plan, mesh, batch, policies)
 
     def layer(self, layout: Layout, rows: float, ways: int) -> TracedLayer:
@@ -181,13 +204,13 @@ class Facts:
             return max(0, round((first + scale * (second - first)) / parts))
 
         traced = TracedLayer(*(grown(name) for name in TracedLayer._fields))
-        return with_padding(traced, by_features, self._devices[0])
+        return with_padding(traced, by_features, self.devices[0])
 
     @functools.cached_property
     def flops(self) -> Flops:
         """FLOPs of one row, counted in traces of a layer, embedding and head."""
         layered = self.layered
-        batch, layout = self._batch_of(_ROWS[0]), Layout()
+        batch, layout = self.batch_of(_ROWS[0]), Layout()
         # Kernels are written out as matmuls there.
         cpu = jax.devices(CPU.name)[0]
         shared, stack = layered.split(abstract(self.model.params))
@@ -210,8 +233,8 @@ class Facts:
         args = layered.layer, weights, x, key, context
         # Some kernels take half the precision alone.
         narrow_args = map(self._in_compute_dtype, (weights, x))
-        traced, layer = trace(self._devices[0], args[0], *narrow_args, key, context)
-        lanes = lanes_of(make_mesh(layout, [self._devices[0]]))
+        traced, layer = trace(self.devices[0], args[0], *narrow_args, key, context)
+        lanes = lanes_of(make_mesh(layout, [self.devices[0]]))
         narrow = matmul_flops(traced, lanes) / _ROWS[0]
 
         def head(shared: Any, x: Any, batch: Any, key: Any) -> Any:
@@ -276,16 +299,15 @@ def _on_one_device(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
 
 def exchange_of(layout: Layout) -> Layout:
     """A layout with only those axes along which a layer exchanges tokens."""
-    if layout.context == 1:
-        return Layout(expert=layout.expert, axes=layout.axes)
-    return Layout(
-        expert=layout.expert,
-        context=layout.context,
-        context_mode=layout.context_mode,
-        context_order=layout.context_order,
-        context_heads=layout.context_heads,
-        axes=layout.axes,
-    )
+    names = "expert", "axes"
+    if layout.context > 1:
+        names += "context", "context_mode", "context_order", "context_heads"
+    return _layout_of(tuple((name, getattr(layout, name)) for name in names))
+
+
+@functools.cache
+def _layout_of(fields: tuple[tuple[str, Any], ...]) -> Layout:
+    return Layout(**dict(fields))
 
 
 def _floats(params: Params) -> Params:

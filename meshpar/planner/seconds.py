@@ -62,15 +62,15 @@ class Terms:
 
     def slower(self, times: float) -> Self:
         """Multiplies all seconds, and keeps the bytes."""
-        fields = dataclasses.asdict(self)
-        fields |= {n: times * x for n, x in fields.items() if n != "wire_bytes"}
-        return type(self)(**fields)
+        own = vars(self)
+        return type(self)(
+            **{n: x if n == "wire_bytes" else times * x for n, x in own.items()}
+        )
 
     @property
     def by_term(self) -> dict[str, float]:
         """The seconds of each term, {term: seconds}."""
-        fields = dataclasses.asdict(self)
-        return {name: x for name, x in fields.items() if name not in _NO_TERMS}
+        return {name: x for name, x in vars(self).items() if name not in _NO_TERMS}
 
     @property
     def total(self) -> float:
