@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.errors import MeshparError
-from meshpar.layouts.axes import AXES
+from meshpar.layouts.axes import AXES, CONTEXT, EXPERT
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
@@ -299,9 +299,9 @@ def _on_one_device(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
 
 def exchange_of(layout: Layout) -> Layout:
     """A layout with only those axes along which a layer exchanges tokens."""
-    names = "expert", "axes"
+    names = EXPERT, "axes"
     if layout.context > 1:
-        names += "context", "context_mode", "context_order", "context_heads"
+        names += CONTEXT, "context_mode", "context_order", "context_heads"
     return _layout_of(tuple((name, getattr(layout, name)) for name in names))
 
 
