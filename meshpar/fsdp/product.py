@@ -79,14 +79,6 @@ class Product:
         """The result."""
         return self._times(self.lhs, self.rhs).astype(self.dtype)
 
-    def added(self, total: Array, on: Array | None) -> Array:
-        """The total, with the result added in its dtype if `on`; None adds always.
-
-        Compilers add where the matmul writes, in one pass over the total.
-        """
-        result = self._times(self.lhs, self.rhs).astype(total.dtype)
-        return total + (result if on is None else jnp.where(on, result, 0))
-
     def _times(self, lhs: Array, rhs: Array) -> Array:
         """The matmul of operands or their parts, in float32 or wider."""
         dtype, source = jnp.promote_types(self.dtype, jnp.float32), self.source

@@ -1,13 +1,11 @@
 """Rows of a stack of layers, and gradients that are written into them."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
-from meshpar.fsdp.product import Product
 
 
 class Rows(NamedTuple):
@@ -22,23 +20,15 @@ class Rows(NamedTuple):
     numbers: Array
 
 
-def add_to_row(
-    sums: Params, new: Mapping[str, Array | Product], row: Array, on: Array | None
-) -> Params:
+def add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Params:
     """Adds the gradient of one layer to its row of the sums, if `on`."""
     result = {}
     for path, total in sums.items():
+        addend = new[path].astype(total.dtype)
+        addend = addend if on is None else jnp.where(on, addend, 0)
         before = lax.dynamic_index_in_dim(total, row, keepdims=False)
-        after = _added(before, new[path], on)
-        result[path] = lax.dynamic_update_index_in_dim(total, after, row, 0)
+        result[path] = lax.dynamic_update_index_in_dim(total, before + addend, row, 0)
     return result
-
-
-def _added(total: Array, gradient: Array | Product, on: Array | None) -> Array:
-    if isinstance(gradient, Product):
-        return gradient.added(total, on)
-    addend = gradient.astype(total.dtype)
-    return total + (addend if on is None else jnp.where(on, addend, 0))
 
 
 def write_row(stack: Params, new: Params, row: Array) -> Params:

@@ -159,13 +159,6 @@ class Zero:
             return False
         return self.reduces_early and self.transports.gradients.by_parts
 
-    @property
-    def adds_products(self) -> bool:
-        """Whether ticks add gradients that are matmuls to their sums as `Product`s."""
-        if self.beside_automatic or self.reduces_early:
-            return False
-        return self.in_ticks and self.transports.gradients.by_parts
-
     def leaves(self, params: Params) -> tuple[Params, Params]:
         """(leaves, constants) from this device's shards."""
         # Casting before the gather moves fewer bytes, where transports allow it.
@@ -249,7 +242,7 @@ class Zero:
             self.prefetched,
             streams=self.streams,
             saves_on_host=ACTIVATIONS in self.layout.offloaded,
-            by_parts=self.reduces_by_parts or self.adds_products,
+            by_parts=self.reduces_by_parts,
             mixes=self.transports.mixes,
             unroll=self.layout.scan_unroll,
         )
