@@ -208,13 +208,7 @@ _CASES = (
         _LLAMA2,
         "v5p:4x4x2",
         128,
-        (
-            "fsdp=32,remat=full",
-            "fsdp=8,tensor=4,remat=full",
-            "pipe=4,fsdp=8,microbatches=16,remat=full",
-            "pipe=4,fsdp=8,microbatches=8,virtual_stages=4,remat=full",
-            "pipe=2,fsdp=16,microbatches=4,virtual_stages=4,remat=full",
-        ),
+        ("fsdp=32,remat=full", "fsdp=8,tensor=4,remat=full"),
     ),
     (
         _LLAMA2,

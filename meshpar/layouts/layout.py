@@ -235,7 +235,18 @@ class Layout:
             return self.zero
         if self.pipe == 1 or self.fsdp == 1:
             return 3
-        return 1 if self.schedule in ZERO_BUBBLE else 2
+        may_diverge = self.schedule in ZERO_BUBBLE and not self.moves_in_stages
+        return 1 if may_diverge else 2
+
+    @property
+    def moves_in_stages(self) -> bool:
+        """Whether all stages of a pipeline have to run the same operations of a tick.
+
+        Operations with collectives need it, but for those of ZeRO, and so does one loop
+        of all ticks.
+        """
+        in_layers = max(self.expert, self.context, self.tensor) > 1
+        return in_layers or self.splits_vocabulary or self.tick_loop == "uniform"
 
     @property
     def offloaded(self) -> frozenset[str]:

@@ -62,13 +62,8 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
 
 
 def _needs_lock_step(layout: Layout) -> bool:
-    """Whether all stages have to run the same operations of a tick.
-
-    Operations with collectives need it, and one loop of all ticks.
-    """
-    in_layers = layout.fsdp > 1 and layout.zero_level > 1
-    in_layers |= max(layout.expert, layout.context, layout.tensor) > 1
-    return in_layers or layout.splits_vocabulary or layout.tick_loop == "uniform"
+    """Whether all stages have to run the same operations of a tick."""
+    return layout.moves_in_stages or (layout.fsdp > 1 and layout.zero_level > 1)
 
 
 def pipeline_traits(layout: Layout, depth: int) -> PipelineTraits:
