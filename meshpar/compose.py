@@ -28,6 +28,7 @@ from meshpar.layouts.refusals.of_training import OF_TRAINING
 from meshpar.layouts.refusals.reasons import check, possible_lowerings
 from meshpar.layouts.resolve import make_plan
 from meshpar.layouts.rules import as_axes
+from meshpar.layouts.scope import unsharded
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
 from meshpar.lowering.arguments import check_arguments, check_leaves
@@ -117,9 +118,10 @@ def lower(
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
     check_leaves(batch)
     rest = batch, devices, clip_norm, compute_dtype, lowering, mode
-    if may_split_vocabulary(model, layout):
+    if may_split_vocabulary(model, layout) and _uses_vocabulary(model, batch, devices):
         split = dataclasses.replace(layout, vocab=PIPE)
-        with contextlib.suppress(LayoutError):  # The head, or the schedule, forbids it.
+        # The head or the schedule may forbid it, and jax may by types of its own.
+        with contextlib.suppress(LayoutError, ValueError):
             return _lower(model, optimizer, split, *rest)
     return _lower(model, optimizer, layout, *rest)
 
@@ -210,6 +212,24 @@ def may_split_vocabulary(model: Model, layout: Layout) -> bool:
         if name == "vocab"
     )
     return max(sizes, default=0) >= LARGE_VOCABULARY
+
+
+def _uses_vocabulary(
+    model: Model, batch: Any, devices: Sequence[jax.Device] | None
+) -> bool:
+    """Whether embedding and loss use `ops.vocabulary`, from a trace of both."""
+    layout, layered = Layout(), model.layered
+    mesh = make_mesh(layout, (devices or jax.devices())[:1])
+    shared = layered.split(abstract(model.params))[0]
+
+    def ends(shared: Any, batch: Any) -> Any:
+        key = jax.random.key(0)
+        x = layered.embed(shared, batch, key)
+        return layered.head_loss(shared, x, batch, key).loss
+
+    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope, unsharded():
+        jax.eval_shape(ends, shared, batch)
+    return len(scope.vocabulary_used) > 1
 
 
 def _checked(program: TrainProgram) -> TrainProgram:
