@@ -44,8 +44,7 @@ from meshpar.layouts.pipeline_options import (
 from meshpar.layouts.refusals.combination import Combination
 from meshpar.layouts.refusals.of_layouts import OF_LAYOUTS
 from meshpar.layouts.refusals.reasons import check
-from meshpar.layouts.remat import NONE as NO_REMAT
-from meshpar.layouts.remat import canonical_remat
+from meshpar.layouts.remat import canonical_remat, keeps_matmuls
 from meshpar.layouts.rules import (
     ACTIVATION_RULES,
     PARAM_RULES,
@@ -104,7 +103,8 @@ class Layout:
         model allows it and the vocabulary is large.
       save: activations that a stage keeps for the backward pass: "inputs" keeps its
         input and runs the stage again, "residuals" keeps those that `remat` allows;
-        "auto" does so unless remat=none, so that no layer runs forward three times.
+        "auto" does so where these are few (neither `none` nor `dots`), so that no layer
+        runs forward three times.
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots", "attention", "full",
@@ -297,7 +297,7 @@ class Layout:
         If each updates by itself (`schedule=pipedream`), they keep their inputs.
         """
         if self.save == AUTO:
-            return self.remat != NO_REMAT
+            return not keeps_matmuls(self.remat)
         return self.save == RESIDUALS
 
     @property

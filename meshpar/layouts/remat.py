@@ -106,6 +106,13 @@ def _canonical_mix(remat: str) -> str:
     return canonical_mix("remat", remat, known, "policy", example)
 
 
+def keeps_matmuls(remat: str) -> bool:
+    """Whether any layer keeps results of matmuls, and so much of its forward pass."""
+    policies = remat.split("+") if is_mix(remat) else [remat]
+    kept = {policy.rpartition("*")[2] for policy in policies}
+    return not kept.isdisjoint((NONE, *KEEPS_MATMULS))
+
+
 def repeated_share(remat: str, depth: int) -> float:
     """The share of the layers whose backward pass computes anything again.
 

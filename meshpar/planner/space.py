@@ -28,11 +28,12 @@ from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
 from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from meshpar.layouts.pipeline_options import EDGE, INPUTS
+from meshpar.layouts.pipeline_options import AUTO, EDGE, RESIDUALS
 from meshpar.layouts.remat import (
     EXPERT_ROWS,
     NONE,
     REMAT_POLICIES,
+    keeps_matmuls,
     lacks_values,
 )
 from meshpar.layouts.wanted import Wanted
@@ -120,6 +121,9 @@ def layouts(
                 layout = Layout(**fields)
             except LayoutError:
                 continue
+            free = "save" not in wanted.required and layout.save == RESIDUALS
+            if free and not keeps_matmuls(layout.remat):
+                layout = dataclasses.replace(layout, save=AUTO)  # It does the same.
             if layout in seen or math.prod(layout.sizes.values()) != num_devices:
                 continue
             seen.add(layout)
@@ -239,12 +243,12 @@ def _pipelines(stages: int, shares: bool) -> list[dict[str, Any]]:
     chunks = [{"schedule": "interleaved", "virtual_stages": v} for v in _CHUNKS]
     alone = [{"schedule": "gpipe"}, {"schedule": "zb_h1"}]
     fused = [{"schedule": "1f1b"}, *chunks]
-    again = {"schedule": "1f1b", "save": INPUTS}
+    once = {"schedule": "1f1b", "save": RESIDUALS}
     if not shares:
-        return [*fused, *alone, again]
+        return [*fused, *alone, once]
     return [
         *({"vocab": EDGE, **options} for options in (*fused, *alone)),
-        *({"vocab": PIPE, **options} for options in (*fused, again)),
+        *({"vocab": PIPE, **options} for options in (*fused, once)),
     ]
 
 

@@ -18,7 +18,7 @@ DEEP = model(depth=4)
     [
         ("pipe=2", False),
         ("pipe=2,remat=full", True),
-        ("pipe=2,remat=dots", True),
+        ("pipe=2,remat=dots", False),
         ("pipe=2,save=residuals", True),
         ("pipe=2,remat=full,save=inputs", False),
     ],
