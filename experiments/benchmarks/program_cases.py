@@ -137,7 +137,7 @@ _CASES = (
             "fsdp=4,zero=2,remat=full",
             "fsdp=4,zero=1,remat=full",
             "data=4,remat=full",
-            "pipe=2,fsdp=2,microbatches=4,zero=1,remat=dots",
+            "pipe=2,fsdp=2,microbatches=4,zero=1,vocab=edge,remat=dots",
         ),
     ),
     (
@@ -214,7 +214,10 @@ _CASES = (
         _LLAMA2,
         "v5p:4x4x2",
         64,
-        ("pipe=4,fsdp=2,tensor=4,microbatches=8,remat=full",),
+        (
+            "pipe=4,fsdp=2,tensor=4,microbatches=8,zero=1,vocab=edge,save=inputs,"
+            "remat=full",
+        ),
     ),
     (
         _LLAMA2,
@@ -267,7 +270,7 @@ _CASES = (
             "fsdp=8,remat=dots",
             "data=8,remat=full",
             "fsdp=4,tensor=2,remat=full",
-            "pipe=2,fsdp=4,microbatches=8,remat=full",
+            "pipe=2,fsdp=4,microbatches=8,zero=1,vocab=edge,save=inputs,remat=full",
         ),
     ),
     (_LLAMA2, "h100:8", 16, ("fsdp=8,remat=full", "fsdp=2,tensor=4,remat=full")),
