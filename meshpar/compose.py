@@ -5,7 +5,6 @@ here and nowhere else. `lower` checks everything that can be checked without com
 the program that it returns compiles when it is first used.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from meshpar.arrays import abstract
-from meshpar.errors import LayoutError, nearest
+from meshpar.errors import LayoutError, nearest, shown
 from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
 from meshpar.layouts.axes import PIPE
@@ -28,7 +27,6 @@ from meshpar.layouts.refusals.of_training import OF_TRAINING
 from meshpar.layouts.refusals.reasons import check, possible_lowerings
 from meshpar.layouts.resolve import make_plan
 from meshpar.layouts.rules import as_axes
-from meshpar.layouts.scope import unsharded
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
 from meshpar.lowering.arguments import check_arguments, check_leaves
@@ -48,7 +46,7 @@ from meshpar.mesh.mesh import make_mesh
 from meshpar.models import whole_model
 from meshpar.models.model import Model
 from meshpar.models.model_checks import CheckedParts, check_parts, check_step
-from meshpar.models.model_scope import model_scope
+from meshpar.models.model_scope import model_scope, on_one_device
 from meshpar.models.row_dims import RowDims, row_dims
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.pipedream import PipeDreamRunner
@@ -117,13 +115,14 @@ def lower(
     layout = _with_names(layout, axis_names)
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
     check_leaves(batch)
-    rest = batch, devices, clip_norm, compute_dtype, lowering, mode
+    rest, why = (batch, devices, clip_norm, compute_dtype, lowering, mode), ""
     if may_split_vocabulary(model, layout) and _uses_vocabulary(model, batch, devices):
         split = dataclasses.replace(layout, vocab=PIPE)
-        # The head or the schedule may forbid it, and jax may by types of its own.
-        with contextlib.suppress(LayoutError, ValueError):
+        try:
             return _lower(model, optimizer, split, *rest)
-    return _lower(model, optimizer, layout, *rest)
+        except (LayoutError, ValueError) as error:  # Of the head, by us or by jax.
+            why = f"vocab=auto took edge ({shown(str(error), 300)})"
+    return _lower(model, optimizer, layout, *rest, why)
 
 
 def _lower(
@@ -136,8 +135,9 @@ def _lower(
     compute_dtype: Any,
     lowering: str,
     mode: Mode | None,
+    why: str = "",
 ) -> TrainProgram:
-    """`lower` under a layout as it stands."""
+    """`lower` under a layout as it stands; `why` says what `auto` has chosen."""
     combined = combination(model, layout, lowering, mode, clip_norm)
     check(combined, OF_TRAINING, functools.partial(_fits, model, batch))
     model = _layered(model, lowering)
@@ -161,7 +161,8 @@ def _lower(
     plan = make_plan(layout, model.params, optimizer.abstract_state, compute_dtype)
     if layout.offloaded:
         plan = offloaded_plan(plan, model, optimizer)
-    names, why = _lowering_names(combined), spec.why if spec else ""
+    names = _lowering_names(combined)
+    why = "; ".join(filter(None, (spec.why if spec else "", why)))
     by_hand = ShardMapLowering.name in names
     state = abstract_state(params, optimizer.abstract_state, plan, mesh)
     parts = LoweringArguments(model, optimizer, plan, mesh, clip_norm, compute_dtype)
@@ -227,7 +228,7 @@ def _uses_vocabulary(
         x = layered.embed(shared, batch, key)
         return layered.head_loss(shared, x, batch, key).loss
 
-    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope, unsharded():
+    with on_one_device(layout, mesh) as scope:
         jax.eval_shape(ends, shared, batch)
     return len(scope.vocabulary_used) > 1
 

@@ -39,19 +39,17 @@ class LayerPass(NamedTuple):
       runs: number of runs per step.
       depth: layers of one run.
       scans: number of scans that run them, one after the other.
-      reads_weights: whether it needs the layers' weights.
     """
 
     name: str
     runs: int
     depth: int
     scans: int = 1
-    reads_weights: bool = True
 
 
 def weight_reading(passes: Sequence[LayerPass]) -> list[LayerPass]:
-    """The passes that need the layers' weights."""
-    return [one for one in passes if one.reads_weights]
+    """The passes that need the layers' weights: all but that of their gradients."""
+    return [one for one in passes if one.name != WEIGHTS]
 
 
 def local_shape(
@@ -188,7 +186,7 @@ def declared_gathers(
     yield from declare(shared, zero.shardings, runs=runs, why=shared_why, **outside)
     layer, transports = abstract_layer(stack), zero.transports
     ahead = {path: layer.pop(path) for path in list(layer) if path in zero.prefetched}
-    for name, runs, depth, scans, _ in weight_reading(passes):
+    for name, runs, depth, scans in weight_reading(passes):
         for shapes, transport, layers, when in (
             (layer, transports.weights, depth, "layer by layer"),
             # The last layer of a scan gathers the first one's weights again.

@@ -226,7 +226,16 @@ def _write_out(
     written_out: Callable[[Any], bool],
     call: Any = None,
 ) -> list[Atom]:
-    """Appends the steps of a jaxpr, with the names around its call; its results."""
+    """Appends the steps of a jaxpr, and returns its results.
+
+    Args:
+      jaxpr: whose equations become steps.
+      slots: {variable: slot} of its inputs; gains those of its other variables.
+      steps: to which they are appended.
+      constants: gains {slot: array} of the constants of calls.
+      written_out: as in `StraightLine.of`.
+      call: the equation that calls the jaxpr, whose names its equations get.
+    """
 
     def atom(x: Any) -> Atom:
         return x if isinstance(x, core.Literal) else slots[x]

@@ -62,7 +62,7 @@ def declared_bounds(
     parts = {_ENDS[term.why] for term in ends}
     automatic = _OUTSIDE * (_NUM_ENDS - len(parts)) // _NUM_ENDS
     units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
-    for name, runs, depth, *_ in weight_reading(passes):
+    for name, runs, depth, _ in weight_reading(passes):
         gathers = _FORWARD * depth
         if name == "backward":
             own = policies(frame.layout.layers, frame.layout.remat, depth)

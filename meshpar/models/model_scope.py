@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import flax.linen as nn
+import jax
 from jax.sharding import Mesh
 
 from meshpar.layouts import scope as scopes
@@ -39,4 +40,11 @@ def model_scope(
         foreign_shardings.explained_errors(),
         explained_names(),
     ):
+        yield scope
+
+
+@contextlib.contextmanager
+def on_one_device(layout: Layout, mesh: Mesh) -> Iterator[scopes.Scope]:
+    """Traces a model on a mesh of one device, where its own shardings do not count."""
+    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope, scopes.unsharded():
         yield scope

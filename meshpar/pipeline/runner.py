@@ -110,7 +110,7 @@ class PipelineRunner(Runner):
         counts = map(self.loop.count_ticks, ("forward", "backward", "weight"))
         forward, backward, weight = counts
         recompute = [LayerPass("forward again", backward, rows)]
-        split = LayerPass(WEIGHTS, weight, rows, reads_weights=False)
+        split = LayerPass(WEIGHTS, weight, rows)
         return [
             LayerPass("forward", forward, rows),
             *([] if self.saves_residuals else recompute),
@@ -276,5 +276,7 @@ class PipelineRunner(Runner):
             raise MeshparError(
                 f"schedule={self.spec.schedule.name}: the compiler put collectives "
                 "under conditionals that only some stages take "
-                f"({', '.join(sorted(places))}), which deadlocks; use schedule=1f1b"
+                f"({', '.join(sorted(places))}), which deadlocks; use "
+                "tick_loop=uniform, with which all stages run together, or "
+                "schedule=1f1b"
             )

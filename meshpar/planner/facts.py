@@ -5,11 +5,10 @@ way in which a layer exchanges tokens; layer, embedding and head are traced once
 FLOPs. No layout traces the model again.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.remat import NONE, named_values
 from meshpar.layouts.resolve import make_plan
-from meshpar.layouts.scope import Scope, unsharded
 from meshpar.lowering.layer_trace import (
     TracedLayer,
     average_layer,
@@ -39,7 +37,7 @@ from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
-from meshpar.models.model_scope import model_scope
+from meshpar.models.model_scope import on_one_device
 from meshpar.planner.context_sizes import TRACED_CONTEXTS, by_parts, follows
 from meshpar.planner.flops import Flops, cudnn_kernel, matmul_flops
 from meshpar.replicated import map_rows, num_rows, row_leaves
@@ -217,7 +215,7 @@ class Facts:
 
         def trace(device: jax.Device, fn: Callable, *args: Any) -> tuple[Any, float]:
             mesh = make_mesh(layout, [device])
-            with _on_one_device(layout, mesh) as scope:
+            with on_one_device(layout, mesh) as scope:
                 jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
             return jaxpr, (matmul_flops(jaxpr) + sum(scope.looped_flops)) / _ROWS[0]
 
@@ -226,7 +224,7 @@ class Facts:
 
         key = jax.eval_shape(lambda: jax.random.key(0))
         mesh = make_mesh(layout, [cpu])
-        with _on_one_device(layout, mesh):
+        with on_one_device(layout, mesh):
             x = jax.eval_shape(layered.embed, shared, batch, key)
             context = jax.eval_shape(layered.context, shared, batch, key)
         weights = abstract_layer(stack)
@@ -284,17 +282,10 @@ def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
     layout, params = Layout(), abstract(model.params)
     mesh = make_mesh(layout, [device])
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with _on_one_device(layout, mesh) as scope:
+    with on_one_device(layout, mesh) as scope:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
     dims = frozenset(name for name in scope.names_used if name)
     return UsedNames(dims, named_values(jaxpr), len(scope.vocabulary_used) > 1)
-
-
-@contextlib.contextmanager
-def _on_one_device(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
-    """Traces a model on a mesh of one device, where its own shardings do not count."""
-    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope, unsharded():
-        yield scope
 
 
 def exchange_of(layout: Layout) -> Layout:

@@ -9,6 +9,7 @@ from support.tiny_models import lower, model
 import meshpar
 from meshpar import compose
 from meshpar.layouts import parse
+from meshpar.pipeline.stage_memory import stage_bytes
 
 DEEP = model(depth=4)
 
@@ -64,7 +65,7 @@ class Plain(nnx.Module):
         self.head = weight(("embed", "vocab"), 8, 64)
 
 
-def test_a_model_that_reads_its_vocabulary_otherwise_keeps_it_whole(small_is_large):
+def plain():
     def loss(module, batch):
         x = module.table[...][batch["tokens"]]
         for layer in module.layers:
@@ -72,9 +73,19 @@ def test_a_model_that_reads_its_vocabulary_otherwise_keeps_it_whole(small_is_lar
         logits = x @ module.head[...]
         return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
 
-    plain = meshpar.from_nnx(Plain, loss, layers="layers")
-    layout = lower("pipe=2,microbatches=2", plain).layout
-    assert layout.vocab == "auto" and not layout.splits_vocabulary
+    return meshpar.from_nnx(Plain, loss, layers="layers")
+
+
+def test_a_head_that_forbids_the_split_is_named(small_is_large, monkeypatch):
+    monkeypatch.setattr(compose, "_uses_vocabulary", lambda *_: True)
+    program = lower("pipe=2,microbatches=2", plain())
+    assert not program.layout.splits_vocabulary
+    assert "vocab=auto took edge (" in program.why_auto
+
+
+def test_a_model_that_reads_its_vocabulary_otherwise_keeps_it_whole(small_is_large):
+    program = lower("pipe=2,microbatches=2", plain())
+    assert program.layout.vocab == "auto" and program.why_auto.count("vocab") == 0
 
 
 def test_zero_2_reduces_in_every_tick_and_holds_shards_of_the_sums():
@@ -82,7 +93,8 @@ def test_zero_2_reduces_in_every_tick_and_holds_shards_of_the_sums():
         program = lower(f"pipe=2,fsdp=4,microbatches=2,zero={zero}", DEEP)
         terms = program.inspection.written_terms
         moves = sum(t.count for t in terms if t.kind == "reduce_scatter")
-        return moves, program.lowering.runner._held.sums
+        runner = program.lowering.runner
+        return moves, stage_bytes(runner.frame, runner.zero)[1]
 
     (once, whole), (often, shards) = of(1), of(2)
     ticks = 3
