@@ -14,7 +14,6 @@ docs/measured_plans.md.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from absl import flags
@@ -22,71 +21,14 @@ from scipy import stats
 
 import meshpar
 from experiments.benchmarks import compiled_programs
-from experiments.benchmarks.compiled_programs import Compiled
+from experiments.benchmarks.predictor import Predictor, Row
 from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
-from experiments.recipes import optimizers
-from meshpar import mesh
 from meshpar.commands import command_line
-from meshpar.mesh.machine import machine_of
-from meshpar.planner.candidate import Candidate, Candidates
-from meshpar.planner.facts import Facts
 from meshpar.planner.uncertainty import kind_of
-from meshpar.runs import programs
 
 ONLY = flags.DEFINE_string("only", "", "Programs whose line matches this regex.")
 COMPILE = flags.DEFINE_bool("compile", False, "Compile them anew, and store that.")
 MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documentation.")
-
-
-class Row(NamedTuple):
-    """One program: its prediction, and its compiler's figures.
-
-    Attributes:
-      compiled: the compiler's word.
-      candidate: the prediction.
-      platform: of the machine.
-    """
-
-    compiled: Compiled
-    candidate: Candidate
-    platform: str
-
-    @property
-    def error(self) -> float:
-        """Predicted memory over that of the compiled program, less one."""
-        return self.candidate.memory.total / self.compiled.peak_bytes - 1
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time without kernels and latency: compilers estimate neither."""
-        seconds = self.candidate.seconds
-        return seconds.total - seconds.kernels - seconds.latency
-
-
-class Predictor:
-    """Predicts programs; those of one model and machine share their facts."""
-
-    def __init__(self):
-        self._facts: dict[tuple[str, int, str], Facts] = {}
-
-    def row(self, compiled: Compiled) -> Row:
-        """The prediction of a program, and its compiler's figures."""
-        case = compiled.case
-        devices = mesh.topology(case.topology)
-        key = case.recipe, case.batch_size, case.topology
-        if key not in self._facts:
-            config = case.config
-            model = config.make_model()
-            self._facts[key] = Facts(
-                model,
-                optimizers.make_optimizer(config.optimizer, config.steps, model),
-                config.abstract_batch(),
-                programs.compute_dtype(config),
-                devices,
-            )
-        made = Candidates(self._facts[key], machine_of(devices))
-        candidate = made.candidate(meshpar.layouts.parse(case.layout))
-        return Row(compiled, candidate, devices[0].platform)
 
 
 def predicted(cases: Iterable[Case]) -> list[Row]:

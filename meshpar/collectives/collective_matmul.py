@@ -38,15 +38,20 @@ def contract(x: Array, w: Array, dims: int = 1, dtype: Any = None) -> Array:
     return y.reshape(*x.shape[:free], *w.shape[dims:])
 
 
-def weight_gradient(x: Array, dy: Array) -> Array:
+def weight_gradient(x: Array, dy: Array, dtype: Any = None) -> Array:
     """Contracts x[B, L, ...] with dy[B, L, ...] over B and L: no device needs more.
 
-    No automatic axis splits L.
+    Args:
+      x: one operand; no automatic axis splits L.
+      dy: the other.
+      dtype: of the result; by default that of the operands.
     """
     if not traced_platform().multiplies_matrices:
-        return jnp.tensordot(x, dy, ((0, 1), (0, 1)))
+        sums = (0, 1), (0, 1)
+        return jnp.tensordot(x, dy, sums, preferred_element_type=dtype)
     rows = x.shape[0] * x.shape[1]
-    w = x.reshape(rows, -1).T @ dy.reshape(rows, -1)
+    matrices = x.reshape(rows, -1).T, dy.reshape(rows, -1)
+    w = jnp.matmul(*matrices, preferred_element_type=dtype)
     return w.reshape(*x.shape[2:], *dy.shape[2:])
 
 
@@ -63,31 +68,50 @@ def all_gather_matmul(
     Returns:
       (y[B, L, F] of every weight, the parts of x in the order in which they came).
     """
-    place, size, ring = _ring(axis)
+    place, size, _ = _ring(axis)
     length = x_BKD.shape[1]
     shape = len(x_BKD), size * length
     ys = [lax.empty((*shape, *w.shape[1:]), x_BKD.dtype) for w in weights]
-    parts = [x_BKD]
-    for step in range(size):
-        part = parts[step]
-        if step < size - 1:
-            with gathers():
-                parts.append(lax.ppermute(part, axis, ring))
+    parts = parts_of(x_BKD, axis)
+    for step, part in enumerate(parts):
         for i, w in enumerate(weights):
             start = (place - step) % size * length
             ys[i] = lax.dynamic_update_slice_in_dim(ys[i], contract(part, w), start, 1)
     return ys, parts
 
 
-def join_parts(parts: Sequence[Array], axis: str) -> Array:
-    """Joins the parts of x that `all_gather_matmul` returns: the whole x[B, L, D]."""
+def parts_of(x_BKD: Array, axis: str) -> list[Array]:
+    """The parts of x in the order in which they come round the ring."""
+    parts = [x_BKD]
+    for _ in range(lax.axis_size(axis) - 1):
+        with gathers():
+            parts.append(lax.ppermute(parts[-1], axis, _ring(axis)[2]))
+    return parts
+
+
+def weight_gradient_of_parts(
+    parts: Sequence[Array], y: Array, axis: str, first: bool
+) -> Array:
+    """`weight_gradient` of the whole x, of which there are only parts, and y.
+
+    It adds in float32 or wider and gives the dtype of y.
+
+    Args:
+      parts: of x[B, L, ...], in the order of `all_gather_matmul`.
+      y: [B, L, ...].
+      axis: mesh axis of n devices, in the order of the parts.
+      first: whether the dims of x come first in the result.
+    """
     place, size, _ = _ring(axis)
-    rows, length, *features = parts[0].shape
-    whole = lax.empty((rows, size * length, *features), parts[0].dtype)
+    length, total = y.shape[1] // size, None
     for step, part in enumerate(parts):
         start = (place - step) % size * length
-        whole = lax.dynamic_update_slice_in_dim(whole, part, start, 1)
-    return whole
+        own = lax.dynamic_slice_in_dim(y, start, length, 1)
+        pair = (part, own) if first else (own, part)
+        wide = jnp.promote_types(y.dtype, jnp.float32)
+        addend = weight_gradient(*pair, dtype=wide)
+        total = addend if total is None else total + addend
+    return total.astype(y.dtype)
 
 
 def matmul_reduce_scatter(

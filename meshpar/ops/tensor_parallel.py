@@ -169,17 +169,18 @@ def _columns_backward(
 
     def backward(
         x_BKD: Array, weights: Sequence[Array], dys: list[Array]
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, list[Array]]:
+        dx = split.scattered(dys, [jnp.moveaxis(w, 0, -1) for w in weights])
         # Without `after` a compiler would make one ring of this and of the forward's,
         # and hold the whole from there on.
         with purpose(f"{INTO}, for the gradients of weights", ""):
-            x_BLD = split.whole(x_BKD, after=dys[0] if split.joins else None)
-        return split.scattered(dys, [jnp.moveaxis(w, 0, -1) for w in weights]), x_BLD
+            parts = split.parts(x_BKD, after=dys[0])
+        return dx, [split.weight_gradient(parts, dy, first=True) for dy in dys]
 
     in_specs = second, (second,) * len(dys), [third] * len(dys)
-    run = split.mapped(backward, in_specs, (second, PartitionSpec()))
-    dx_BLD, x_BLD = run(x_BLD, weights, dys)
-    return dx_BLD, tuple(weight_gradient(x_BLD, dy) for dy in dys)
+    run = split.mapped(backward, in_specs, (second, [second] * len(dys)))
+    dx_BLD, dweights = run(x_BLD, weights, dys)
+    return dx_BLD, tuple(dweights)
 
 
 _columns.defvjp(_columns_forward, _columns_backward)
@@ -205,13 +206,12 @@ def _row_backward(
     y_BLF, w_FD = saved
     first, second, third = _specs(split)
 
-    def gathered(dx_BLD: Array, w_FD: Array) -> tuple[Array, Array]:
-        (dy,), dx_BLD = split.gathered(dx_BLD, [jnp.moveaxis(w_FD, -1, 0)])
-        return dy, dx_BLD
+    def gathered(dx_BKD: Array, y_BLF: Array, w_FD: Array) -> tuple[Array, Array]:
+        (dy,), parts = split.gathered(dx_BKD, [jnp.moveaxis(w_FD, -1, 0)])
+        return dy, split.weight_gradient(parts, y_BLF, first=False)
 
-    run = split.mapped(gathered, (second, first), (third, PartitionSpec()))
-    dy_BLF, dx_BLD = run(dx_BLD, w_FD)
-    return dy_BLF, weight_gradient(y_BLF, dx_BLD)
+    run = split.mapped(gathered, (second, third, first), (third, first))
+    return run(dx_BLD, y_BLF, w_FD)
 
 
 _row.defvjp(_row_forward, _row_backward)

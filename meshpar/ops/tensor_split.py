@@ -14,8 +14,10 @@ from meshpar.arrays import Array, num_bytes, vary
 from meshpar.collectives.collective_matmul import (
     all_gather_matmul,
     contract,
-    join_parts,
     matmul_reduce_scatter,
+    parts_of,
+    weight_gradient,
+    weight_gradient_of_parts,
 )
 from meshpar.collectives.transport import (
     Transports,
@@ -146,19 +148,43 @@ class MatmulSplit:
 
     def gathered(
         self, x_BKD: Array, weights: Sequence[Array]
-    ) -> tuple[list[Array], Array]:
-        """(y[B, L, F] of every weight w[D, F], x with the whole length)."""
+    ) -> tuple[list[Array], list[Array]]:
+        """(y[B, L, F] of every weight w[D, F], the parts of x or x alone)."""
         if not self.rings:
             x_BLD = self.whole(x_BKD)
-            return [contract(x_BLD, w) for w in weights], x_BLD
+            return [contract(x_BLD, w) for w in weights], [x_BLD]
         merged = [w.reshape(len(w), -1) if self.merges_dims else w for w in weights]
         ys, parts = all_gather_matmul(x_BKD, merged, self.axis)
         pairs = zip(ys, weights, strict=True)
         ys = [y.reshape(*y.shape[:2], *w.shape[1:]) for y, w in pairs]
         if self.joins:
-            return ys, join_parts(parts, self.axis)
+            return ys, parts
         # Little compute may stand beside the ring; an all_gather beside it has none.
-        return ys, self.whole(x_BKD, after=parts[-1])
+        return ys, [self.whole(x_BKD, after=parts[-1])]
+
+    def parts(self, x_BKD: Array, after: Array) -> list[Array]:
+        """The parts of an activation, or the whole as the only one.
+
+        Args:
+          x_BKD: this device's part.
+          after: what they wait for.
+        """
+        if not self.joins:
+            return [self.whole(x_BKD)]
+        return parts_of(x_BKD + zero_after(after).astype(x_BKD.dtype), self.axis)
+
+    def weight_gradient(self, parts: list[Array], y: Array, first: bool) -> Array:
+        """The gradient of a weight between x, of which these are the parts, and y.
+
+        Args:
+          parts: of x, as `gathered` and `parts` give them.
+          y: activations with the whole length.
+          first: whether the dims of x are the first of the weight.
+        """
+        if len(parts) > 1:
+            return weight_gradient_of_parts(parts, y, self.axis, first)
+        (x,) = parts
+        return weight_gradient(x, y) if first else weight_gradient(y, x)
 
     def whole(self, x_BKD: Array, after: Array | None = None) -> Array:
         """An activation with the whole length.

@@ -8,8 +8,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives.collective_matmul import (
     all_gather_matmul,
-    join_parts,
     matmul_reduce_scatter,
+    parts_of,
+    weight_gradient_of_parts,
 )
 from meshpar.contracts import hlo
 
@@ -45,17 +46,31 @@ def test_all_gather_matmul():
     x, w, heads = arrays((2, 8, 6), (6, 12), (6, 4, 3))
 
     def fn(x, w, heads):
-        (y, z), parts = all_gather_matmul(x, [w, heads], AXIS)
-        return y, z, join_parts(parts, AXIS)
+        (y, z), _ = all_gather_matmul(x, [w, heads], AXIS)
+        return y, z
 
-    run = mapped(fn, (COLUMNS, COLUMNS, COLUMNS), (LAST, LAST, PartitionSpec()))
-    y, z, whole = run(x, w, heads)
+    run = mapped(fn, (COLUMNS, COLUMNS, COLUMNS), (LAST, LAST))
+    y, z = run(x, w, heads)
     np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
     want = jnp.einsum("BLD,DNH->BLNH", x, heads)
     np.testing.assert_allclose(z, want, rtol=1e-5, atol=1e-5)
-    for shard in whole.addressable_shards:
-        np.testing.assert_array_equal(shard.data, x)
     assert permutes(run, x, w, heads) == (N - 1, x.nbytes // N)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weight_gradients_are_summed_part_by_part(first):
+    x, dy = arrays((2, 8, 6), (2, 8, 4, 3))
+
+    def fn(x, dy):
+        parts = parts_of(x, AXIS)
+        return weight_gradient_of_parts(parts, dy, AXIS, first)
+
+    run = mapped(fn, (COLUMNS, LAST), COLUMNS if first else ROWS)
+    want = jnp.einsum("BLD,BLNH->DNH" if first else "BLD,BLNH->NHD", x, dy)
+    np.testing.assert_allclose(run(x, dy), want, rtol=1e-5, atol=1e-5)
+    text = run.lower(x, dy).compile().as_text()
+    assert f"f32[{','.join(map(str, x.shape))}]" not in text  # The parts stay apart.
+    assert permutes(run, x, dy) == (N - 1, x.nbytes // N)
 
 
 @pytest.mark.parametrize("pairs", [1, 2])

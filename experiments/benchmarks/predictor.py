@@ -1,0 +1,68 @@
+"""The planner's predictions of programs that a compiler gives figures of."""
+
+from typing import NamedTuple
+
+import meshpar
+from experiments.benchmarks.compiled_programs import Compiled
+from experiments.benchmarks.program_cases import Case
+from experiments.recipes import optimizers
+from meshpar import mesh
+from meshpar.mesh.machine import machine_of
+from meshpar.planner.candidate import Candidate, Candidates
+from meshpar.planner.facts import Facts
+from meshpar.runs import programs
+
+
+class Row(NamedTuple):
+    """One program: its prediction, and its compiler's figures.
+
+    Attributes:
+      compiled: the compiler's word.
+      candidate: the prediction.
+      platform: of the machine.
+    """
+
+    compiled: Compiled
+    candidate: Candidate
+    platform: str
+
+    @property
+    def error(self) -> float:
+        """Predicted memory over that of the compiled program, less one."""
+        return self.candidate.memory.total / self.compiled.peak_bytes - 1
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time without kernels and latency: compilers estimate neither."""
+        seconds = self.candidate.seconds
+        return seconds.total - seconds.kernels - seconds.latency
+
+
+class Predictor:
+    """Predicts programs; those of one model and machine share their facts."""
+
+    def __init__(self):
+        self._facts: dict[tuple[str, int, str], Facts] = {}
+
+    def row(self, compiled: Compiled) -> Row:
+        """The prediction of a program, and its compiler's figures."""
+        case = compiled.case
+        made = self.candidates(case)
+        candidate = made.candidate(meshpar.layouts.parse(case.layout))
+        return Row(compiled, candidate, made.machine.devices[0].platform)
+
+    def candidates(self, case: Case) -> Candidates:
+        """Predicts the layouts of a program's model on its machine."""
+        devices = mesh.topology(case.topology)
+        key = case.recipe, case.batch_size, case.topology
+        if key not in self._facts:
+            config = case.config
+            model = config.make_model()
+            self._facts[key] = Facts(
+                model,
+                optimizers.make_optimizer(config.optimizer, config.steps, model),
+                config.abstract_batch(),
+                programs.compute_dtype(config),
+                devices,
+            )
+        return Candidates(self._facts[key], machine_of(devices))
