@@ -126,15 +126,21 @@ class ScanRunner(Runner):
         return lax.scan(body, empty, (jnp.arange(num), batches))[0]
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
-        """Bytes held all through a step; sums over microbatches are in float32."""
+        """Bytes held all through a step; sums over microbatches are in float32.
+
+        Gradients that are reduced once a step are whole until then.
+        """
+        plan = self.frame.plan
         if self.frame.layout.microbatches == 1:
             return held
-        leaves = self.frame.plan.gradients.values()
+        early = self.zero.reduces_early
+        leaves = (plan.gradients if early else plan.trained(plan.weights)).values()
         sums = sum(
             leaf.bytes_per_device * 4 // jnp.dtype(leaf.dtype).itemsize
             for leaf in leaves
         )
-        return held._replace(sums=sums)
+        gradients = sum(leaf.bytes_per_device for leaf in leaves)
+        return held._replace(gradients=gradients, sums=sums)
 
     def _segments(self, key: Key, context: Any) -> Iterator[Segment]:
         """The segments of the stack, as they run."""

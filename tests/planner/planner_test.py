@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import numpy as np
@@ -99,6 +100,20 @@ def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
         latency = candidates.machine.chip.link_latency
         # The formula counts gathers that nothing reads, too.
         assert waits * (1 - 1e-6) <= candidate.seconds.latency / latency <= 1.03 * waits
+
+
+def test_gradients_that_are_reduced_once_a_step_are_whole_until_then(facts, candidates):
+    """Several microbatches sum whole gradients in float32, unless zero=3."""
+    whole = sum(math.prod(p.shape) * 4 for p in facts.model.params.values())
+
+    def gradients(text):
+        return candidates.candidate(parse(f"fsdp=8,min_shard_size=0,{text}")).memory
+
+    assert gradients("zero=2").gradients == pytest.approx(whole / 8, rel=0.05)
+    for text in ("zero=1,microbatches=2", "zero=2,microbatches=2"):
+        assert gradients(text).gradients == 2 * whole
+    three = gradients("zero=3,microbatches=2").gradients
+    assert three == pytest.approx(2 * whole / 8, rel=0.05)
 
 
 def test_layers_that_split_rows_move_weights_in_place_of_activations(candidates):
