@@ -10,6 +10,7 @@ import datetime
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -40,6 +41,11 @@ class Compiled:
     exposed_seconds: float | None
     violations: int
 
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "Compiled":
+        """The figures that a JSON object states."""
+        return cls(**{**entry, "case": Case(**entry["case"])})
+
     @property
     def jax_line(self) -> str:
         """The version of jax without the patch, such as "0.12"."""
@@ -55,8 +61,7 @@ class Compiled:
 
 def read() -> list[Compiled]:
     """The figures that compilers have given so far."""
-    entries = json.loads(FILE.read_text())
-    return [Compiled(**{**entry, "case": Case(**entry["case"])}) for entry in entries]
+    return [Compiled.of(entry) for entry in json.loads(FILE.read_text())]
 
 
 def write(compiled: Sequence[Compiled]) -> None:

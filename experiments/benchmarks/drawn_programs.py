@@ -3,16 +3,16 @@ r"""Compares predictions with compilers' figures on programs drawn at random.
     python -m experiments.benchmarks.drawn_programs --draws=1 --count=40
     python -m experiments.benchmarks.drawn_programs --draws=1 --count=0 --markdown
 
-Draws programs from all that fit: a model, the length of its sequences, a machine, a
-batch, sizes of axes and a layout with these sizes, each uniformly. Compiles each (one
-to five minutes of a core), holds it to its contract, and stores the compiler's figures
-beside those predicted before, in `drawn_programs.json`; what is there already is not
-drawn again. Then prints a line for each program of the seed, the errors of memory and
-time, and the number of violations. Numbers of draws are independent of each other, so
-that --first and --count split the work.
+Draws a model, the length of its sequences, a machine and a batch, then sizes of axes
+and a layout with these sizes, each with equal chances, until one is predicted to fit.
+Compiles it (one to five minutes of a core), holds it to its contract, and stores the
+compiler's figures beside the prediction in `drawn_programs.json`; what is there already
+is not drawn again. A layout that does not compile is stored with the reason, and
+another one is drawn.
 
-Nothing is fitted to a seed before all of its programs are stored: what is stored says
-how well the planner predicts programs that it has not seen.
+Then prints a line for each program of the seed, the layouts that did not compile, the
+errors of memory and time, and the number of programs that break their contract. Draws
+do not depend on each other: --first and --count split the work.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import functools
 import json
 import pathlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,22 +29,23 @@ from absl import flags
 
 import meshpar
 from experiments.benchmarks.compiled_programs import Compiled, compile_case
-from experiments.benchmarks.predictor import Predictor, Row
+from experiments.benchmarks.predictor import Predictor, estimated_seconds
 from experiments.benchmarks.program_cases import PADDED, Case
-from meshpar import mesh
 from meshpar.commands import command_line
 from meshpar.errors import LayoutError, MeshparError, shown
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.wanted import Wanted
+from meshpar.planner.candidate import Candidate
 from meshpar.planner.space import layouts
 from meshpar.settings import Number
 
 FILE = pathlib.Path(__file__).with_suffix(".json")
 
+DRAWS = flags.DEFINE_integer("draws", 1, "Seed of the draws.")
 FIRST = flags.DEFINE_integer("first", 0, "Number of the first draw.")
 COUNT = flags.DEFINE_integer("count", 40, "Number of draws; 0 prints what is stored.")
 MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documentation.")
-SEED = flags.DEFINE_integer("draws", 1, "Seed of the draws.")
+command_line.limit(FIRST, Number(0, 10_000, "draws before it"))
 command_line.limit(COUNT, Number(0, 1000, "programs", "0 to print what is stored"))
 
 RECIPES = (
@@ -58,21 +59,21 @@ RECIPES = (
 LENGTHS = 2048, 8192
 TOPOLOGIES = "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "v5e:4x4", "v6e:4x4"
 BATCHES = 16, 32, 64
-"""From which models, lengths, machines and sequences of a batch are drawn."""
+"""What models, lengths, machines and sequences of a batch are drawn from."""
 
 _TRIES = 20
-"""Layouts of one model and machine that are tried for one that fits."""
+"""Layouts that are tried on one model and machine before others are drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """A program that was drawn, what was predicted, and what its compiler says.
+    """A program that was drawn, with its prediction and its compiler's figures.
 
     Attributes:
       seed: of the draws.
       number: of the draw.
       predicted_bytes: memory of one device at the peak.
-      predicted_seconds: of a step, without kernels and latency, as in `predictions`.
+      predicted_seconds: of a step, as `predictor.estimated_seconds`.
       compiled: the compiler's figures.
       refused: what was drawn before and did not compile, with the reasons.
     """
@@ -85,11 +86,12 @@ class Drawn:
     refused: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, entry: dict[str, Any]) -> "Drawn":
-        """A program from its JSON."""
-        compiled = entry["compiled"]
-        case = Case(**compiled["case"])
-        return cls(**{**entry, "compiled": Compiled(**{**compiled, "case": case})})
+    def of(cls, entry: dict[str, Any]) -> "Drawn":
+        """The program that a JSON object states."""
+        compiled = Compiled.of(entry["compiled"])
+        return cls(
+            **{**entry, "compiled": compiled, "refused": tuple(entry["refused"])}
+        )
 
     @property
     def memory_error(self) -> float:
@@ -102,70 +104,69 @@ class Drawn:
         return self.predicted_seconds / self.compiled.seconds - 1
 
 
-def read() -> list[Drawn]:
-    """The programs that are stored, by seed and number."""
-    return (
-        [Drawn.read(x) for x in json.loads(FILE.read_text())] if FILE.exists() else []
-    )
+def read(seed: int | None = None) -> list[Drawn]:
+    """The stored programs of a seed, or of all of them, in order."""
+    entries = json.loads(FILE.read_text()) if FILE.exists() else []
+    return [d for d in map(Drawn.of, entries) if seed in (None, d.seed)]
 
 
 def write(drawn: Drawn) -> None:
     """Stores a program beside the others."""
-    stored = {(d.seed, d.number): d for d in read()} | {
-        (drawn.seed, drawn.number): drawn
-    }
+    stored = {(d.seed, d.number): d for d in (*read(), drawn)}
     lines = (json.dumps(dataclasses.asdict(stored[key])) for key in sorted(stored))
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-@functools.cache
-def _by_sizes(case: Case) -> list[list[Layout]]:
-    """All layouts of a model on a machine, those of the same sizes of axes together."""
-    facts = _PREDICTOR.candidates(case).facts
-    count = len(mesh.topology(case.topology))
-    found: dict[tuple, list[Layout]] = {}
-    rows, length = case.batch_size, facts.length
-    space = layouts(
-        count, facts.model, rows, length, Wanted.of("", ""), lambda: facts.used
-    )
-    for layout in space:
-        found.setdefault(tuple(layout.sizes.values()), []).append(layout)
-    return list(found.values())
+class Draws:
+    """Draws programs; those of one model and machine share what is traced of it."""
 
+    def __init__(self):
+        self._predictor = Predictor()
+        self._spaces = functools.cache(self._space)
 
-_PREDICTOR = Predictor()
+    def draw(self, seed: int, number: int) -> Drawn:
+        """Draws a program that is predicted to fit, and compiles it.
 
-
-def draw(seed: int, number: int) -> Drawn:
-    """Draws a program that fits its machine, and compiles it.
-
-    Args:
-      seed: of the draws.
-      number: of this one.
-    """
-    rng, refused = random.Random(f"{seed}/{number}"), []
-    while True:
-        recipe = f"{rng.choice(RECIPES)} model.length={rng.choice(LENGTHS)}"
-        case = Case(recipe, rng.choice(TOPOLOGIES), rng.choice(BATCHES), "")
-        made, space = _PREDICTOR.candidates(case), _by_sizes(case)
-        for _ in range(_TRIES):
-            layout = rng.choice(rng.choice(space))
+        Args:
+          seed: of the draws.
+          number: of this one.
+        """
+        refused, fitting = [], self._fitting(random.Random(f"{seed}/{number}"))
+        while True:
+            case, candidate = next(fitting)
             try:
-                candidate = made.candidate(layout)
-            except LayoutError:
-                continue  # As the planner sets it aside.
-            if candidate.memory.total > made.machine.memory_bytes:
-                continue
-            chosen = dataclasses.replace(case, layout=str(layout))
-            try:
-                compiled = compile_case(chosen)
+                compiled = compile_case(case)
             except (MeshparError, jax.errors.JaxRuntimeError) as error:
                 # Of the lowering, or of a compiler that finds too little memory.
-                refused.append(f"{chosen}: {shown(str(error), 200)}")
+                refused.append(f"{case}: {shown(str(error), 200)}")
                 continue
-            row = Row(compiled, candidate, "")
-            memory = candidate.memory.total
-            return Drawn(seed, number, memory, row.seconds, compiled, tuple(refused))
+            memory, seconds = candidate.memory.total, estimated_seconds(candidate)
+            return Drawn(seed, number, memory, seconds, compiled, tuple(refused))
+
+    def _fitting(self, rng: random.Random) -> Iterator[tuple[Case, Candidate]]:
+        """Generates programs that are predicted to fit, without end."""
+        while True:
+            recipe = f"{rng.choice(RECIPES)} model.length={rng.choice(LENGTHS)}"
+            case = Case(recipe, rng.choice(TOPOLOGIES), rng.choice(BATCHES), "")
+            made, space = self._predictor.candidates(case), self._spaces(case)
+            for _ in range(_TRIES):
+                layout = rng.choice(rng.choice(space))
+                try:
+                    candidate = made.candidate(layout)
+                except LayoutError:
+                    continue  # The planner leaves it out as well.
+                if candidate.memory.total <= made.machine.memory_bytes:
+                    yield dataclasses.replace(case, layout=str(layout)), candidate
+
+    def _space(self, case: Case) -> list[list[Layout]]:
+        """All layouts of a model on a machine, in lists of equal sizes of axes."""
+        made = self._predictor.candidates(case)
+        facts, count = made.facts, len(made.machine.devices)
+        sizes = count, facts.model, case.batch_size, facts.length
+        found: dict[tuple, list[Layout]] = {}
+        for layout in layouts(*sizes, Wanted.of("", ""), lambda: facts.used):
+            found.setdefault(tuple(layout.sizes.values()), []).append(layout)
+        return list(found.values())
 
 
 def _line(drawn: Drawn) -> str:
@@ -180,40 +181,51 @@ def _line(drawn: Drawn) -> str:
 
 def _markdown(drawn: Drawn) -> str:
     found = drawn.compiled
-    return (
-        f"| {found.case.recipe}, {found.case.topology}, {found.case.batch_size}, "
-        f"`{found.case.layout}` | {found.peak_bytes / 1e9:.2f} | "
-        f"{drawn.memory_error:+.1%} | {1e3 * found.seconds:.0f} | "
-        f"{drawn.time_error:+.1%} |"
+    cells = (
+        drawn.number,
+        f"{found.case.recipe}, {found.case.topology}, {found.case.batch_size}, "
+        f"`{found.case.layout}`",
+        found.jax_line,
+        f"{found.peak_bytes / 1e9:.2f}",
+        f"{drawn.memory_error:+.1%}",
+        f"{1e3 * found.seconds:.0f}",
+        f"{drawn.time_error:+.1%}",
+        found.violations,
     )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def summary(rows: Sequence[Drawn]) -> list[str]:
+    """Lines on all programs: what did not compile, errors, and broken contracts."""
+    lines = [f"{d.number}, did not compile: {text}" for d in rows for text in d.refused]
+    for name in ("memory", "time"):
+        errors = [getattr(row, f"{name}_error") for row in rows]
+        mean, low, high = np.mean(np.abs(errors)), min(errors), max(errors)
+        lines.append(f"{name}: mean error {mean:.1%}, {low:+.1%} to {high:+.1%}")
+    broken = sum(row.compiled.violations > 0 for row in rows)
+    lines.append(f"{broken} of {len(rows)} programs break their contract")
+    return lines
 
 
 def main(_: Sequence[str]) -> int:
     """Draws and compiles, and prints the errors; 1 if a program breaks its contract."""
     command_line.use_cpu()
     meshpar.simulate(1)
-    stored = {d.number for d in read() if d.seed == SEED.value}
+    seed, draws = DRAWS.value, Draws()
+    stored = {d.number for d in read(seed)}
     for number in range(FIRST.value, FIRST.value + COUNT.value):
         if number not in stored:
-            drawn = draw(SEED.value, number)
+            drawn = draws.draw(seed, number)
             write(drawn)
             print(_line(drawn), flush=True)
-    rows = [d for d in read() if d.seed == SEED.value]
+    rows = read(seed)
     if not rows:
-        print(f"--draws={SEED.value}: nothing is stored; draw with --count=40")
+        print(f"--draws={seed}: nothing is stored; draw with --count=40")
         return 0
     for row in rows:
         print(_markdown(row) if MARKDOWN.value else _line(row))
-    for name in ("memory", "time"):
-        errors = [getattr(row, f"{name}_error") for row in rows]
-        mean = float(np.mean(np.abs(errors)))
-        print(
-            f"{name}: mean error {mean:.1%}, {min(errors):+.1%} to {max(errors):+.1%}, "
-            f"{len(rows)} programs"
-        )
-    broken = sum(row.compiled.violations > 0 for row in rows)
-    print(f"{broken} of {len(rows)} programs break their contract")
-    return 1 if broken else 0
+    print("\n".join(summary(rows)))
+    return 1 if any(row.compiled.violations for row in rows) else 0
 
 
 if __name__ == "__main__":

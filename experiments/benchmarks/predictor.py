@@ -33,9 +33,14 @@ class Row(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Predicted time without kernels and latency: compilers estimate neither."""
-        seconds = self.candidate.seconds
-        return seconds.total - seconds.kernels - seconds.latency
+        """Predicted time, of what the compiler estimates too."""
+        return estimated_seconds(self.candidate)
+
+
+def estimated_seconds(candidate: Candidate) -> float:
+    """Predicted time without kernels and latency: compilers estimate neither."""
+    seconds = candidate.seconds
+    return seconds.total - seconds.kernels - seconds.latency
 
 
 class Predictor:

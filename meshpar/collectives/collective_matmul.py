@@ -39,7 +39,7 @@ def contract(x: Array, w: Array, dims: int = 1, dtype: Any = None) -> Array:
 
 
 def weight_gradient(x: Array, dy: Array, dtype: Any = None) -> Array:
-    """Contracts x[B, L, ...] with dy[B, L, ...] over B and L: no device needs more.
+    """Contracts x[B, L, ...] with dy[B, L, ...] over B and L.
 
     Args:
       x: one operand; no automatic axis splits L.
@@ -81,7 +81,12 @@ def all_gather_matmul(
 
 
 def parts_of(x_BKD: Array, axis: str) -> list[Array]:
-    """The parts of x in the order in which they come round the ring."""
+    """Sends x round the ring; gives its parts in the order in which they come.
+
+    Args:
+      x_BKD: this device's part.
+      axis: mesh axis of n devices, in the order of the parts.
+    """
     parts = [x_BKD]
     for _ in range(lax.axis_size(axis) - 1):
         with gathers():
@@ -92,9 +97,10 @@ def parts_of(x_BKD: Array, axis: str) -> list[Array]:
 def weight_gradient_of_parts(
     parts: Sequence[Array], y: Array, axis: str, first: bool
 ) -> Array:
-    """`weight_gradient` of the whole x, of which there are only parts, and y.
+    """Computes `weight_gradient` of x and y from the parts of x, and adds it up.
 
-    It adds in float32 or wider and gives the dtype of y.
+    The whole x is never held. Sums are in float32 or wider, and the result has the
+    dtype of y.
 
     Args:
       parts: of x[B, L, ...], in the order of `all_gather_matmul`.
@@ -103,12 +109,12 @@ def weight_gradient_of_parts(
       first: whether the dims of x come first in the result.
     """
     place, size, _ = _ring(axis)
+    wide = jnp.promote_types(y.dtype, jnp.float32)
     length, total = y.shape[1] // size, None
     for step, part in enumerate(parts):
         start = (place - step) % size * length
         own = lax.dynamic_slice_in_dim(y, start, length, 1)
         pair = (part, own) if first else (own, part)
-        wide = jnp.promote_types(y.dtype, jnp.float32)
         addend = weight_gradient(*pair, dtype=wide)
         total = addend if total is None else total + addend
     return total.astype(y.dtype)

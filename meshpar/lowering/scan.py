@@ -134,12 +134,11 @@ class ScanRunner(Runner):
         if self.frame.layout.microbatches == 1:
             return held
         early = self.zero.reduces_early
-        leaves = (plan.gradients if early else plan.trained(plan.weights)).values()
-        sums = sum(
-            leaf.bytes_per_device * 4 // jnp.dtype(leaf.dtype).itemsize
-            for leaf in leaves
-        )
-        gradients = sum(leaf.bytes_per_device for leaf in leaves)
+        held_by = plan.gradients if early else plan.trained(plan.weights)
+        gradients = sums = 0
+        for leaf in held_by.values():
+            gradients += leaf.bytes_per_device
+            sums += leaf.bytes_per_device * 4 // jnp.dtype(leaf.dtype).itemsize
         return held._replace(gradients=gradients, sums=sums)
 
     def _segments(self, key: Key, context: Any) -> Iterator[Segment]:
