@@ -29,7 +29,7 @@ from absl import flags
 
 import meshpar
 from experiments.benchmarks.compiled_programs import Compiled, compile_case
-from experiments.benchmarks.predictor import Predictor, estimated_seconds
+from experiments.benchmarks.predictor import MARKDOWN, Predictor, estimated_seconds
 from experiments.benchmarks.program_cases import PADDED, Case
 from meshpar.commands import command_line
 from meshpar.errors import LayoutError, MeshparError, shown
@@ -44,7 +44,6 @@ FILE = pathlib.Path(__file__).with_suffix(".json")
 DRAWS = flags.DEFINE_integer("draws", 1, "Seed of the draws.")
 FIRST = flags.DEFINE_integer("first", 0, "Number of the first draw.")
 COUNT = flags.DEFINE_integer("count", 40, "Number of draws; 0 prints what is stored.")
-MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documentation.")
 command_line.limit(FIRST, Number(0, 10_000, "draws before it"))
 command_line.limit(COUNT, Number(0, 1000, "programs", "0 to print what is stored"))
 

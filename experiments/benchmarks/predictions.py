@@ -21,14 +21,13 @@ from scipy import stats
 
 import meshpar
 from experiments.benchmarks import compiled_programs
-from experiments.benchmarks.predictor import Predictor, Row
+from experiments.benchmarks.predictor import MARKDOWN, Predictor, Row
 from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
 from meshpar.commands import command_line
 from meshpar.planner.uncertainty import kind_of
 
 ONLY = flags.DEFINE_string("only", "", "Programs whose line matches this regex.")
 COMPILE = flags.DEFINE_bool("compile", False, "Compile them anew, and store that.")
-MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documentation.")
 
 
 def predicted(cases: Iterable[Case]) -> list[Row]:

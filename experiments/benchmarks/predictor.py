@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from absl import flags
+
 import meshpar
 from experiments.benchmarks.compiled_programs import Compiled
 from experiments.benchmarks.program_cases import Case
@@ -12,6 +14,7 @@ from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
 from meshpar.runs import programs
 
+MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documentation.")
 
 class Row(NamedTuple):
     """One program: its prediction, and its compiler's figures.
