@@ -312,6 +312,8 @@ def _payload(
     if kind == "all_gather":
         # The result of a start is the pair (operand, result).
         return result - operands if collective.opcode.endswith("-start") else result
+    if kind == "all_reduce":
+        return result  # Compilers for TPUs may widen operands in the collective.
     return operands or result
 
 

@@ -154,11 +154,12 @@ def _scatter_dim(
 ) -> Array:
     """Reduce-scatters one dim of a tensor, most often reshaped to rows of a matrix."""
     n = lax.axis_size(axes)
-    if transport.covers(axes) and 0 < dim < x.ndim - 1:
+    shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
+    is_narrow = math.prod(shard[dim:]) < TILE[1]
+    if transport.covers(axes) and dim and not (is_narrow and dim == x.ndim - 1):
         # Rings take slices as they are, and a large tensor need not be copied.
         return transport.reduce_scatter(x, axes, dim)
-    shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    if transport.covers(axes) and math.prod(shard[dim:]) < TILE[1]:
+    if transport.covers(axes) and is_narrow:
         # Rows narrower than a tile would be padded on all devices; these are wider.
         front = jnp.moveaxis(x, dim, 0)
         rows = transport.reduce_scatter(front.reshape(len(front), -1), axes)

@@ -236,6 +236,8 @@ class RowLayers:
             own = {path: x.astype(jnp.float32) for path, x in own.items()}
         shardings = dict.fromkeys(own, OVER_TENSOR)
         own = all_reduce_grads(own, shardings, OVER_ROWS)
+        # Compilers for TPUs would move the sums out of the loop over microbatches.
+        own = jax.tree.map(lax.optimization_barrier, own)
         own = {path: x.astype(dtypes[path]) for path, x in own.items()}
         if into is None:
             return own

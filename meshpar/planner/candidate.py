@@ -129,7 +129,7 @@ class Candidates:
         traffic = Traffic(terms, host, one_way, shared.sends)
         memory = lowering.memory(None, traced=traced)
         seconds = step_seconds(
-            lowering, facts, self.machine, rows, traced, traffic, memory.temporary
+            lowering, facts, self.machine, rows, traced, traffic, memory
         ).slower(self.machine.slowdown)
         known = uncertainty_of(layout, self.machine)
         return Candidate(layout, memory, seconds, seconds.wire_bytes, known)

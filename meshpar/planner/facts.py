@@ -39,7 +39,13 @@ from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import on_one_device
 from meshpar.planner.context_sizes import TRACED_CONTEXTS, by_parts, follows
-from meshpar.planner.flops import Flops, cudnn_kernel, matmul_flops
+from meshpar.planner.flops import (
+    Flops,
+    cudnn_kernel,
+    grouped_flops,
+    looped_bytes,
+    matmul_flops,
+)
 from meshpar.replicated import map_rows, num_rows, row_leaves
 
 _ROWS = 2, 4
@@ -234,6 +240,7 @@ class Facts:
         traced, layer = trace(self.devices[0], args[0], *narrow_args, key, context)
         lanes = lanes_of(make_mesh(layout, [self.devices[0]]))
         narrow = matmul_flops(traced, lanes) / _ROWS[0]
+        grouped = grouped_flops(traced) / _ROWS[0]
 
         def head(shared: Any, x: Any, batch: Any, key: Any) -> Any:
             def loss(trained: Any, x: Any) -> Any:
@@ -242,9 +249,17 @@ class Facts:
             return jax.grad(loss, argnums=(0, 1))(_floats(shared), x)
 
         outside = 3 * count(layered.embed, shared, batch, key)
-        outside += count(head, shared, x, batch, key)
-        kernels = max(0.0, count(*args) - layer)
-        return Flops(layer, narrow, kernels, outside, cudnn_kernel(traced))
+        narrow_args = map(self._in_compute_dtype, (shared, x))
+        of_head, of_head_flops = trace(cpu, head, *narrow_args, batch, key)
+        return Flops(
+            layer=layer,
+            grouped=grouped,
+            narrow=narrow,
+            kernels=max(0.0, count(*args) - layer),
+            outside=outside + of_head_flops,
+            looped=looped_bytes(of_head),
+            kernel=cudnn_kernel(traced),
+        )
 
     def _in_compute_dtype(self, tree: Any) -> Any:
         """Shapes whose floats are in the dtype of the computation."""

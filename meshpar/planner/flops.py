@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+from meshpar.arrays import num_bytes
+from meshpar.compat import scan_counts
 from meshpar.jaxprs.flops import equation_flops
 from meshpar.jaxprs.walk import equations, inner_jaxprs
 
@@ -26,19 +28,24 @@ class Flops:
 
     Attributes:
       layer: of one layer's forward pass, kernels aside.
-      narrow: the part of these in matmuls with an operand or a result whose last dim,
-        such as head_dim, fills no row of a tile.
+      grouped: the part of these in grouped matmuls.
+      narrow: the part of the layer's in matmuls with an operand or a result whose last
+        dim, such as head_dim, fills no row of a tile.
       kernels: of the same pass, inside of kernels written by hand (attention), as if
         they skipped nothing.
       outside: of embedding and head, forward and backward; a head that computes its
         logits again for the backward pass counts them twice.
+      looped: bytes that the loops of a head read and write in all rounds, however many
+        rows there are.
       kernel: cuDNN's, if that is what runs attention.
     """
 
     layer: float
+    grouped: float
     narrow: float
     kernels: float
     outside: float
+    looped: float
     kernel: Kernel | None = None
 
 
@@ -72,6 +79,31 @@ def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
         inner = [matmul_flops(j, narrower_than) for j in inner_jaxprs(eqn)]
         if eqn.primitive.name == "scan":
             total += eqn.params["length"] * sum(inner)
+        else:
+            is_branch = eqn.primitive.name == "cond"
+            total += max(inner, default=0) if is_branch else sum(inner)
+    return total
+
+
+def grouped_flops(jaxpr: Any) -> float:
+    """FLOPs of the grouped matmuls of a jaxpr that runs each once."""
+    matmuls = (e for e in equations(jaxpr) if e.primitive.name.startswith("ragged_dot"))
+    return sum(map(equation_flops, matmuls))
+
+
+def looped_bytes(jaxpr: Any) -> float:
+    """Bytes that loops read and write: constants in each round, what they carry twice.
+
+    What a loop reads or writes slice by slice is left out.
+    """
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inner = [looped_bytes(j) for j in inner_jaxprs(eqn)]
+        if eqn.primitive.name == "scan":
+            consts, carried = scan_counts(eqn)
+            sizes = [num_bytes(x.aval) for x in eqn.invars[: consts + carried]]
+            own = sum(sizes[:consts]) + 2 * sum(sizes[consts:])
+            total += eqn.params["length"] * (own + sum(inner))
         else:
             is_branch = eqn.primitive.name == "cond"
             total += max(inner, default=0) if is_branch else sum(inner)

@@ -15,9 +15,10 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average
 from meshpar.layouts.remat import KEEPS_MATMULS, NONE, repeats
 from meshpar.lowering.layer_trace import TracedLayer, logits_ways
+from meshpar.lowering.memory import Memory
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.shard_map import ShardMapLowering
-from meshpar.mesh.chips import GPU
+from meshpar.mesh.chips import GPU, TPU
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_named
 from meshpar.ops.attention_kernels import NAMES
@@ -35,13 +36,14 @@ _UPDATE_BYTES = 32
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
 and two moments both ways, and the gradient, which is clipped."""
 
-_HELD, _SAVED, _VOCABULARY, _STATE_MOVES, _TENSOR_MOVES = 1.7, 2.5, 52.0, 2.3, 5.2
+_HELD, _SAVED, _LOOPED, _SUMMED = 1.7, 2.5, 1.0, 1.7
+_STATE_MOVES, _TENSOR_MOVES = 2.3, 5.2
 """Bytes that a pass moves between a chip and its memory: for each byte that a layer
-holds, for each that it saves, and in the head for each byte of its weight, of which
-float32 copies and a gradient are written and read block by block; for each byte of
-weights and gradients, and of activations over `tensor`, that the device sends, which is
-sliced, copied and added to. All are fitted to the cycles that compilers state
-(docs/measured_plans.md)."""
+holds, for each that it saves, and for each that loops of the head read or write, such
+as its weight and the sum of its gradients in each block of the loss; for each byte of
+gradients and their sums, in each microbatch; for each byte of weights and gradients,
+and of activations over `tensor`, that the device sends, which is sliced, copied and
+added to. All are fitted to the cycles that compilers state (docs/measured_plans.md)."""
 
 _HELD_ON_GPUS, _BACKWARD_OF_CUDNN = 0.87, 2.5
 """Bytes for each byte that a layer holds, fitted to steps measured on cards
@@ -126,7 +128,7 @@ def step_seconds(
     rows: float,
     traced: TracedLayer,
     traffic: Traffic,
-    temporary: int,
+    memory: Memory,
 ) -> Seconds:
     """Predicts the time of a step.
 
@@ -137,7 +139,7 @@ def step_seconds(
       rows: of a microbatch on one device.
       traced: bytes of one layer and of the head on one device.
       traffic: what a step moves.
-      temporary: bytes on one device that a step takes anew.
+      memory: of a step, on one device.
     """
     layout, runner = lowering.layout, lowering.runner
     layer = _layer_seconds(layout, facts, machine, rows)
@@ -152,14 +154,13 @@ def step_seconds(
     heads = layout.microbatches
     # Each device computes all logits of its rows if nothing splits the vocabulary.
     ways = logits_ways(facts.layered, lowering.plan)
-    outside = rows / ways * facts.flops.outside / machine.flops
+    memory_bandwidth = machine.chip.memory_bandwidth
+    outside = rows * facts.flops.outside / machine.flops
+    outside += _LOOPED * facts.flops.looped / memory_bandwidth
+    outside /= ways
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
         outside /= layout.pipe if layout.splits_vocabulary else 1
-    memory_bandwidth = machine.chip.memory_bandwidth
-    # Then those are the logits of so many times as many tokens.
-    times_tokens = layout.tensor / ways
-    outside += _VOCABULARY * times_tokens * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4 / memory_bandwidth
     if lowering.owned_update is not None:
@@ -170,6 +171,8 @@ def step_seconds(
     tensor, tensor_bytes = tensor_seconds(lowering, machine, traffic, traced)
     moves = _STATE_MOVES * state_bytes + _TENSOR_MOVES * tensor_bytes
     moves += _grouped_moves(runner, traced)
+    if layout.microbatches > 1:
+        moves += _SUMMED * layout.microbatches * memory.gradients
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
     to_stages = link(lowering, machine, (PIPE,))
     # Without a loop nothing is copied into stacks, and out of them.
@@ -181,7 +184,7 @@ def step_seconds(
         outside=heads * outside,
         update=update,
         saved=_SAVED * saves * traced.saved / memory_bandwidth,
-        fresh=temporary / machine.fresh_bandwidth,
+        fresh=memory.temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
         state=state.of_bytes,
         tensor=tensor.of_bytes,
@@ -244,7 +247,8 @@ class _LayerSeconds(NamedTuple):
 
     Attributes:
       forward: of its forward pass.
-      kernels: the part of that in kernels written by hand.
+      kernels: the part of that in kernels, whose cycles no compiler states: attention
+        and, on TPUs, grouped matmuls.
       matmuls: the part of that in matmuls with weights.
       again: that its backward pass repeats.
       kernels_again: the part of that in kernels.
@@ -297,6 +301,15 @@ def _layer_seconds(
             return kernels_of(policy) + (elementwise if policy != NONE else 0.0)
         return forward - kernels + kernels_of(policy)
 
+    is_tpu = machine.chip.platform == TPU
+    grouped = row_seconds * facts.flops.grouped if is_tpu else 0.0
+
+    def uncounted_of(policy: str) -> float:
+        keeps = policy in (NONE, *KEEPS_MATMULS)
+        return kernels_of(policy) + (0.0 if keeps else grouped)
+
     policies = layout.remat, facts.layered.depth
-    again, kernels_again = (average(*policies, of) for of in (again_of, kernels_of))
-    return _LayerSeconds(forward, kernels, matmuls, again, kernels_again, more)
+    again, kernels_again = (average(*policies, of) for of in (again_of, uncounted_of))
+    return _LayerSeconds(
+        forward, kernels + grouped, matmuls, again, kernels_again, more
+    )

@@ -252,6 +252,19 @@ def test_asynchronous_pairs_count_once():
     assert permute.axes == ("tensor",)
 
 
+WIDENED = """
+ENTRY %main (p: bf16[4]) -> f32[4] {
+  %p = bf16[4]{0} parameter(0)
+  ROOT %r = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_an_all_reduce_that_widens_its_operand_counts_as_it_was_written():
+    (collective,) = parse_hlo(WIDENED, MESH)
+    assert collective.payload_bytes == 4 * 4
+
+
 @pytest.mark.parametrize(
     "layout, payloads",
     [slow("data=8", 2.0), slow("fsdp=8,zero=1", 3.0), ("fsdp=8,zero=2", 3.0)],

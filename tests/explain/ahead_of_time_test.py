@@ -34,6 +34,7 @@ from meshpar.runs.config import with_settings
         ("fsdp=8,remat=full", "v5p:2x2x2", 2.7, 3.0),
         slow("data=2,fsdp=4,remat=full", "2*v5e:2x2", 2.5, 3.2),
         slow("fsdp=4,tensor=2,remat=full", "v5e:2x4", 0, 99),
+        slow("data=2,tensor=4,microbatches=4,layers=fsdp", "v5p:2x2x2", 0, 99),
     ],
 )
 def test_tpu_programs_keep_the_contract(layout, topology, least, most):
