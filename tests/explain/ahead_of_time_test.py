@@ -102,6 +102,17 @@ def test_tpu_mixtures_keep_the_contract(routing):
     assert kinds <= {c.kind for c in over_expert}
 
 
+@pytest.mark.slow
+@tpu
+def test_tpu_pipelines_run_no_operation_of_a_single_tick_twice():
+    settings = ["model.num_experts=8", "model.routing=dropless", "model.depth=4"]
+    layout = "pipe=2,expert=4,microbatches=2,schedule=zb_h1,remat=experts"
+    program = with_settings(small(), settings).make_program(
+        meshpar.layouts.parse(layout), mesh.topology("v6e:2x4")
+    )
+    assert program.violations() == []
+
+
 @tpu
 def test_rings_follow_the_chips_and_send_asynchronously():
     """On 32 chips of v5e a permute that jumps back along a line would run alone."""
