@@ -2,6 +2,7 @@ r"""Compares predictions with compilers' figures on programs drawn at random.
 
     python -m experiments.benchmarks.drawn_programs --draws=1 --count=40
     python -m experiments.benchmarks.drawn_programs --draws=1 --count=0 --markdown
+    python -m experiments.benchmarks.drawn_programs --draws=1 --count=0 --predict
 
 Draws a model, the length of its sequences, a machine and a batch, then sizes of axes
 and a layout with these sizes, each with equal chances, until one is predicted to fit.
@@ -9,6 +10,9 @@ Compiles it (one to five minutes of a core), holds it to its contract, and store
 compiler's figures beside the prediction in `drawn_programs.json`; what is there already
 is not drawn again. A layout that does not compile is stored with the reason, and
 another one is drawn.
+
+Stored predictions are those of the draw; --predict replaces them by new ones, such as
+after a fit (`planner_fit`).
 
 Then prints a line for each program of the seed, the layouts that did not compile, the
 errors of memory and time, and the number of programs that break their contract. Draws
@@ -44,6 +48,7 @@ FILE = pathlib.Path(__file__).with_suffix(".json")
 DRAWS = flags.DEFINE_integer("draws", 1, "Seed of the draws.")
 FIRST = flags.DEFINE_integer("first", 0, "Number of the first draw.")
 COUNT = flags.DEFINE_integer("count", 40, "Number of draws; 0 prints what is stored.")
+PREDICT = flags.DEFINE_bool("predict", False, "Predict what is stored anew.")
 command_line.limit(FIRST, Number(0, 10_000, "draws before it"))
 command_line.limit(COUNT, Number(0, 1000, "programs", "0 to print what is stored"))
 
@@ -217,6 +222,16 @@ def main(_: Sequence[str]) -> int:
             drawn = draws.draw(seed, number)
             write(drawn)
             print(_line(drawn), flush=True)
+    if PREDICT.value:
+        predictor = Predictor()
+        for drawn in read(seed):
+            row = predictor.row(drawn.compiled)
+            new = row.candidate.memory.total, row.seconds
+            write(
+                dataclasses.replace(
+                    drawn, predicted_bytes=new[0], predicted_seconds=new[1]
+                )
+            )
     rows = read(seed)
     if not rows:
         print(f"--draws={seed}: nothing is stored; draw with --count=40")

@@ -16,6 +16,7 @@ from meshpar.runs import programs
 
 MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documentation.")
 
+
 class Row(NamedTuple):
     """One program: its prediction, and its compiler's figures.
 

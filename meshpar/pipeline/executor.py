@@ -135,8 +135,9 @@ class Executor:
             used = TickOperations(*map(jnp.asarray, self.loop.used_operations(phase)))
             tick = functools.partial(self._tick, stage, phase)
             each = phase_rows, used
-            if phase.stop - phase.start == 1:
-                # Compilers for TPUs would run parts of a loop of one round twice.
+            if phase.stop - phase.start == 1 and self.loop.tables.num_states:
+                # Where W is split off, compilers for TPUs run parts of a loop of one
+                # round twice. Elsewhere they do not, and a loop takes less memory.
                 carry, _ = tick(carry, jax.tree.map(lambda x: x[0], each))
             else:
                 carry, _ = lax.scan(tick, carry, each)

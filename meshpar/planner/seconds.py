@@ -36,24 +36,47 @@ _UPDATE_BYTES = 32
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
 and two moments both ways, and the gradient, which is clipped."""
 
-_HELD, _SAVED, _LOOPED, _SUMMED = 1.7, 2.5, 1.0, 1.7
-_STATE_MOVES, _TENSOR_MOVES = 2.3, 5.2
-"""Bytes that a pass moves between a chip and its memory: for each byte that a layer
-holds, for each that it saves, and for each that loops of the head read or write, such
-as its weight and the sum of its gradients in each block of the loss; for each byte of
-gradients and their sums, in each microbatch; for each byte of weights and gradients,
-and of activations over `tensor`, that the device sends, which is sliced, copied and
-added to. All are fitted to the cycles that compilers state (docs/measured_plans.md)."""
-
 _HELD_ON_GPUS, _BACKWARD_OF_CUDNN = 0.87, 2.5
 """Bytes for each byte that a layer holds, fitted to steps measured on cards
 (docs/performance.md); and matmuls of cuDNN's attention backward over those forward, as
 it computes the scores again."""
 
-_GROUPED = {"forward": (1.1, 6.0), "backward": (2.5, 28.0)}
-"""{pass: bytes that it moves for each byte of the rows that grouped matmuls read and
-write, and for each of the experts that ticks copy for them, whose gradients the
-backward pass adds}; fitted to qwen3-30b-a3b on v5e (docs/measured_experts.md)."""
+
+class Factors(NamedTuple):
+    """Bytes that a chip of TPUs and its memory exchange, for each byte of a kind.
+
+    They are fitted to the cycles that compilers state, by
+    `experiments.benchmarks.planner_fit`.
+
+    Attributes:
+      held: that a layer holds, in each pass.
+      saved: that a layer saves, written and read.
+      looped: that loops of the head read or write, such as its weight and the sum of
+        its gradients in each block of the loss.
+      summed: of gradients and of their sums, in each microbatch.
+      state_moves: of weights and gradients that the device sends, which is sliced,
+        copied and added to.
+      tensor_moves: of activations that the device sends over `tensor`.
+      grouped: of rows that grouped matmuls read and write, forward.
+      grouped_backward: of the same rows, backward.
+      copied: of a layer's experts that ticks copy for grouped matmuls, forward.
+      copied_backward: of the same experts, backward, whose gradients are added.
+    """
+
+    held: float
+    saved: float
+    looped: float
+    summed: float
+    state_moves: float
+    tensor_moves: float
+    grouped: float
+    grouped_backward: float
+    copied: float
+    copied_backward: float
+
+
+FACTORS = Factors(1.7, 2.5, 1.0, 1.7, 2.3, 5.2, 1.1, 2.5, 6.0, 28.0)
+"""The factors of the last fit."""
 
 _NO_TERMS = "wire_bytes", "kernels"
 
@@ -156,7 +179,7 @@ def step_seconds(
     ways = logits_ways(facts.layered, lowering.plan)
     memory_bandwidth = machine.chip.memory_bandwidth
     outside = rows * facts.flops.outside / machine.flops
-    outside += _LOOPED * facts.flops.looped / memory_bandwidth
+    outside += FACTORS.looped * facts.flops.looped / memory_bandwidth
     outside /= ways
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
@@ -169,10 +192,10 @@ def step_seconds(
     state = state_seconds(lowering, machine, traffic, compute)
     state_bytes = sum(term.wire_bytes for term in traffic.all_terms)
     tensor, tensor_bytes = tensor_seconds(lowering, machine, traffic, traced)
-    moves = _STATE_MOVES * state_bytes + _TENSOR_MOVES * tensor_bytes
+    moves = FACTORS.state_moves * state_bytes + FACTORS.tensor_moves * tensor_bytes
     moves += _grouped_moves(runner, traced)
     if layout.microbatches > 1:
-        moves += _SUMMED * layout.microbatches * memory.gradients
+        moves += FACTORS.summed * layout.microbatches * memory.gradients
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
     to_stages = link(lowering, machine, (PIPE,))
     # Without a loop nothing is copied into stacks, and out of them.
@@ -183,7 +206,7 @@ def step_seconds(
         bubble=max(0.0, sum(compute.values()) - layers - again),
         outside=heads * outside,
         update=update,
-        saved=_SAVED * saves * traced.saved / memory_bandwidth,
+        saved=FACTORS.saved * saves * traced.saved / memory_bandwidth,
         fresh=memory.temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
         state=state.of_bytes,
@@ -234,9 +257,9 @@ def _grouped_moves(runner: Runner, traced: TracedLayer) -> float:
     """Bytes between a chip and its memory around the grouped matmuls of experts."""
     experts, total = runner.copied_experts, 0.0
     for run in weight_reading([*runner.layer_passes, *runner.row_passes]):
-        of_rows, of_experts = _GROUPED[
-            "backward" if run.name == "backward" else "forward"
-        ]
+        of_rows, of_experts = FACTORS.grouped, FACTORS.copied
+        if run.name == "backward":
+            of_rows, of_experts = FACTORS.grouped_backward, FACTORS.copied_backward
         each = of_rows * traced.grouped_whole + of_experts * experts
         total += run.runs * run.depth * each
     return total
@@ -279,7 +302,7 @@ def _layer_seconds(
     # What a layer holds is what its elementwise operations make.
     held = facts.layer(layout, rows, layout.tensor).running
     kernel = facts.flops.kernel
-    times_held = _HELD_ON_GPUS if machine.chip.platform == GPU else _HELD
+    times_held = _HELD_ON_GPUS if machine.chip.platform == GPU else FACTORS.held
     elementwise = times_held * held / machine.chip.memory_bandwidth
     row_seconds = rows / layout.tensor / machine.flops
     kernels, more = row_seconds * facts.flops.kernels, 0.0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshpar.arrays import Array, vary
 from meshpar.layouts.scope import current_scope
@@ -61,7 +62,17 @@ def by_ragged_dots(
     x_SD: Array, weights: tuple[Array, ...], sizes_E: Array
 ) -> tuple[Array, ...]:
     """`by_ragged_dot` with several matrices of equal shapes."""
-    return tuple(lax.ragged_dot(x_SD, w_EDF, sizes_E) for w_EDF in weights)
+    return tuple(lax.ragged_dot(x_SD, w_EDF, sizes_E) for w_EDF in _by_rows(weights))
+
+
+def _by_rows(weights: Sequence[Array]) -> tuple[Array, ...]:
+    """Matrices in the order in memory in which kernels read them.
+
+    So compilers keep a stack of them in this order too, and copy no slice of it to
+    another one.
+    """
+    in_order = Layout(major_to_minor=(0, 1, 2))
+    return tuple(with_layout_constraint(w_EDF, in_order) for w_EDF in weights)
 
 
 def _ragged_forward(
@@ -75,6 +86,7 @@ def _ragged_backward(
 ) -> tuple[Array, tuple[Array, ...], None]:
     """Gradients of the weights first: schedulers put them last, and hold the rows."""
     x_SD, weights, sizes_E = saved
+    weights = _by_rows(weights)
 
     def of_weight(w_EDF: Array, dy_SF: Array) -> Array:
         _, vjp = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)

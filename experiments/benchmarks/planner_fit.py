@@ -1,0 +1,82 @@
+"""Fits the planner's factors to the times that compilers state.
+
+    python -m experiments.benchmarks.planner_fit
+
+Takes the programs for TPUs of `compiled_programs.json`, and those of
+`drawn_programs.json` that were drawn with --draws. Finds the factors
+(`meshpar.planner.seconds.Factors`) that predict the stated times best, by least squares
+of the logarithms of ratios. Prints the mean errors with the factors in use and with the
+new ones, which go into `FACTORS` of that file by hand. Programs with experts count only
+where jax 0.12 or newer compiled them: older compilers state cycles for grouped matmuls.
+Takes one to three minutes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import optimize
+
+import meshpar
+from experiments.benchmarks import compiled_programs, drawn_programs
+from experiments.benchmarks.compiled_programs import Compiled
+from experiments.benchmarks.predictor import Predictor
+from meshpar.commands import command_line
+from meshpar.planner import seconds
+from meshpar.planner.seconds import Factors
+
+
+def programs(seed: int, predictor: Predictor) -> list[Compiled]:
+    """The programs to fit, of which the compiler states the time of all but kernels.
+
+    Args:
+      seed: of the draws.
+      predictor: of programs.
+    """
+
+    def is_stated(compiled: Compiled) -> bool:
+        if compiled.seconds is None:
+            return False
+        is_old = tuple(map(int, compiled.jax_line.split("."))) < (0, 12)
+        facts = predictor.candidates(compiled.case).facts
+        return not (is_old and facts.flops.grouped)
+
+    drawn = (row.compiled for row in drawn_programs.read(seed))
+    return list(filter(is_stated, (*drawn, *compiled_programs.read())))
+
+
+def errors(
+    factors: Sequence[float], predictor: Predictor, found: Sequence[Compiled]
+) -> np.ndarray:
+    """Logarithms of predicted over stated times [programs]."""
+    seconds.FACTORS = Factors(*factors)
+    times = [predictor.row(compiled).seconds for compiled in found]
+    return np.log(times) - np.log([compiled.seconds for compiled in found])
+
+
+def main(_: Sequence[str]) -> int:
+    """Prints the factors that fit best."""
+    command_line.use_cpu()
+    meshpar.simulate(1)
+    predictor = Predictor()
+    found = programs(drawn_programs.DRAWS.value, predictor)
+    start = seconds.FACTORS
+    fitted = optimize.least_squares(
+        errors,
+        start,
+        bounds=(0.0, 50.0),
+        x_scale=np.maximum(start, 0.1),
+        loss="soft_l1",
+        f_scale=0.1,
+        diff_step=0.05,
+        max_nfev=12,
+        args=(predictor, found),
+    )
+    for name, factors in (("in use", start), ("fitted", Factors(*fitted.x))):
+        ratios = np.exp(errors(factors, predictor, found)) - 1
+        mean, low, high = np.mean(np.abs(ratios)), min(ratios), max(ratios)
+        print(f"{name}: mean error {mean:.1%}, {low:+.1%} to {high:+.1%}, {factors}")
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
