@@ -211,6 +211,19 @@ def summary(rows: Sequence[Drawn]) -> list[str]:
     return lines
 
 
+def _predict_anew(seed: int) -> None:
+    """Replaces the stored predictions of a seed."""
+    predictor = Predictor()
+    for drawn in read(seed):
+        row = predictor.row(drawn.compiled)
+        memory, seconds = row.candidate.memory.total, row.seconds
+        write(
+            dataclasses.replace(
+                drawn, predicted_bytes=memory, predicted_seconds=seconds
+            )
+        )
+
+
 def main(_: Sequence[str]) -> int:
     """Draws and compiles, and prints the errors; 1 if a program breaks its contract."""
     command_line.use_cpu()
@@ -223,15 +236,7 @@ def main(_: Sequence[str]) -> int:
             write(drawn)
             print(_line(drawn), flush=True)
     if PREDICT.value:
-        predictor = Predictor()
-        for drawn in read(seed):
-            row = predictor.row(drawn.compiled)
-            new = row.candidate.memory.total, row.seconds
-            write(
-                dataclasses.replace(
-                    drawn, predicted_bytes=new[0], predicted_seconds=new[1]
-                )
-            )
+        _predict_anew(seed)
     rows = read(seed)
     if not rows:
         print(f"--draws={seed}: nothing is stored; draw with --count=40")

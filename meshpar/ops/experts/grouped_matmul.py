@@ -66,11 +66,13 @@ def by_ragged_dots(
 
 
 def _by_rows(weights: Sequence[Array]) -> tuple[Array, ...]:
-    """Matrices in the order in memory in which kernels read them.
+    """Matrices in the order in memory in which kernels read them, in a pipeline.
 
-    So compilers keep a stack of them in this order too, and copy no slice of it to
-    another one.
+    There compilers then keep a stack of them in this order too, and copy no slice of it
+    to another one in every tick. Elsewhere the order of a gather is as good.
     """
+    if (scope := current_scope()) is None or scope.layout.pipe == 1:
+        return tuple(weights)
     in_order = Layout(major_to_minor=(0, 1, 2))
     return tuple(with_layout_constraint(w_EDF, in_order) for w_EDF in weights)
 
