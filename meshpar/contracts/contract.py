@@ -27,6 +27,15 @@ SMALL_BYTES = 2**20
 """A compiler may write a gather or reduce_scatter up to this size as an all_reduce."""
 
 
+_REPEATED = ".remat"
+"""Part of the names of operations that compilers run again to save memory."""
+
+_TOO_LITTLE_MEMORY = (
+    "; the compiler runs {} of them again, because the device has too little memory: "
+    "use more rematerialization, more microbatches or more devices"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Contract:
     """The collectives of one training step, and the bytes of its state.
@@ -154,7 +163,9 @@ def _violations(compared: Compared, room: dict[DeclaredCollective, float]) -> li
         bytes_declared = f"{declared} declared ({why})" if terms else "none declared"
         sources = ", ".join(sorted({c.source for c in group if c.source}))
         at = f", at {sources}" if sources else ""
-        return [f"{name}: {actual} bytes found, {bytes_declared}{at}"]
+        again = _runs([c for c in group if _REPEATED in c.name])
+        of_memory = _TOO_LITTLE_MEMORY.format(again) if again else ""
+        return [f"{name}: {actual} bytes found, {bytes_declared}{at}{of_memory}"]
     executions, count = _runs(group), sum(t.count for t in terms)
     # Fewer bytes than declared leave place for small collectives of a bound.
     extra = max(0, executions - count)

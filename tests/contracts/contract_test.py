@@ -115,6 +115,17 @@ def test_more_executions_than_declared_are_a_violation():
     assert "runs 4 times, declared 2" in line
 
 
+def test_what_compilers_run_again_for_lack_of_memory_is_named():
+    term = DeclaredCollective("all_gather", ("fsdp",), 4, 2, 200, "weights")
+    once = collective("all_gather", executions=2)
+    again = dataclasses.replace(once, name="all-gather.7.remat2", executions=1)
+    (line,) = Contract((term,)).violations([once, again])
+    assert "300 bytes found, 200 declared" in line
+    assert "runs 1 of them again, because the device has too little memory" in line
+    (line,) = Contract((term,)).violations([once, once])
+    assert "too little memory" not in line
+
+
 def test_runs_beyond_those_declared_are_taken_from_a_bound():
     term = DeclaredCollective("all_gather", ("fsdp",), 4, 2, 200, "x", gathers=True)
     found = [collective("all_gather", payload=50, executions=2)]
