@@ -24,6 +24,9 @@ from meshpar.commands import command_line
 from meshpar.planner import seconds
 from meshpar.planner.seconds import Factors
 
+_STEP = 0.5
+"""By how much a factor is changed to see what it adds to a time."""
+
 
 def programs(seed: int, predictor: Predictor) -> list[Compiled]:
     """The programs to fit, of which the compiler states the time of all but kernels.
@@ -44,13 +47,34 @@ def programs(seed: int, predictor: Predictor) -> list[Compiled]:
     return list(filter(is_stated, (*drawn, *compiled_programs.read())))
 
 
-def errors(
-    factors: Sequence[float], predictor: Predictor, found: Sequence[Compiled]
+def times(
+    factors: Factors, predictor: Predictor, found: Sequence[Compiled]
 ) -> np.ndarray:
-    """Logarithms of predicted over stated times [programs]."""
-    seconds.FACTORS = Factors(*factors)
-    times = [predictor.row(compiled).seconds for compiled in found]
-    return np.log(times) - np.log([compiled.seconds for compiled in found])
+    """Predicted times of all but kernels [programs]."""
+    seconds.FACTORS = factors
+    return np.array([predictor.row(compiled).seconds for compiled in found])
+
+
+def fitted(start: Factors, predictor: Predictor, found: Sequence[Compiled]) -> Factors:
+    """The factors that fit best, with times that are linear in the factors."""
+    first = times(start, predictor, found)
+    slopes = np.stack(
+        [
+            times(start._replace(**{name: value + _STEP}), predictor, found) - first
+            for name, value in start._asdict().items()
+        ],
+        axis=1,
+    )
+    stated = np.log([compiled.seconds for compiled in found])
+
+    def errors(factors: np.ndarray) -> np.ndarray:
+        moved = first + slopes @ (factors - np.array(start)) / _STEP
+        return np.log(np.maximum(moved, 1e-9)) - stated
+
+    best = optimize.least_squares(
+        errors, start, bounds=(0.0, 50.0), loss="soft_l1", f_scale=0.1
+    )
+    return Factors(*(round(float(x), 2) for x in best.x))
 
 
 def main(_: Sequence[str]) -> int:
@@ -60,20 +84,11 @@ def main(_: Sequence[str]) -> int:
     predictor = Predictor()
     found = programs(drawn_programs.DRAWS.value, predictor)
     start = seconds.FACTORS
-    fitted = optimize.least_squares(
-        errors,
-        start,
-        bounds=(0.0, 50.0),
-        x_scale=np.maximum(start, 0.1),
-        loss="soft_l1",
-        f_scale=0.1,
-        diff_step=0.05,
-        max_nfev=12,
-        args=(predictor, found),
-    )
-    for name, factors in (("in use", start), ("fitted", Factors(*fitted.x))):
-        ratios = np.exp(errors(factors, predictor, found)) - 1
-        mean, low, high = np.mean(np.abs(ratios)), min(ratios), max(ratios)
+    new = fitted(start, predictor, found)
+    stated = np.array([compiled.seconds for compiled in found])
+    for name, factors in (("in use", start), ("fitted", new)):
+        errors = times(factors, predictor, found) / stated - 1
+        mean, low, high = np.mean(np.abs(errors)), min(errors), max(errors)
         print(f"{name}: mean error {mean:.1%}, {low:+.1%} to {high:+.1%}, {factors}")
     return 0
 

@@ -48,10 +48,10 @@ def estimated_seconds(candidate: Candidate) -> float:
 
 
 class Predictor:
-    """Predicts programs; those of one model and machine share their facts."""
+    """Predicts programs; those of one model and machine share what is traced."""
 
     def __init__(self):
-        self._facts: dict[tuple[str, int, str], Facts] = {}
+        self._made: dict[tuple[str, int, str], Candidates] = {}
 
     def row(self, compiled: Compiled) -> Row:
         """The prediction of a program, and its compiler's figures."""
@@ -62,16 +62,16 @@ class Predictor:
 
     def candidates(self, case: Case) -> Candidates:
         """Predicts the layouts of a program's model on its machine."""
-        devices = mesh.topology(case.topology)
         key = case.recipe, case.batch_size, case.topology
-        if key not in self._facts:
-            config = case.config
+        if key not in self._made:
+            config, devices = case.config, mesh.topology(case.topology)
             model = config.make_model()
-            self._facts[key] = Facts(
+            facts = Facts(
                 model,
                 optimizers.make_optimizer(config.optimizer, config.steps, model),
                 config.abstract_batch(),
                 programs.compute_dtype(config),
                 devices,
             )
-        return Candidates(self._facts[key], machine_of(devices))
+            self._made[key] = Candidates(facts, machine_of(devices))
+        return self._made[key]

@@ -36,17 +36,13 @@ _UPDATE_BYTES = 32
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
 and two moments both ways, and the gradient, which is clipped."""
 
-_HELD_ON_GPUS, _BACKWARD_OF_CUDNN = 0.87, 2.5
-"""Bytes for each byte that a layer holds, fitted to steps measured on cards
-(docs/performance.md); and matmuls of cuDNN's attention backward over those forward, as
-it computes the scores again."""
+_BACKWARD_OF_CUDNN = 2.5
+"""Matmuls of cuDNN's attention backward over those forward: it computes the scores
+again."""
 
 
 class Factors(NamedTuple):
-    """Bytes that a chip of TPUs and its memory exchange, for each byte of a kind.
-
-    They are fitted to the cycles that compilers state, by
-    `experiments.benchmarks.planner_fit`.
+    """Bytes that a chip and its memory exchange, for each byte of a kind.
 
     Attributes:
       held: that a layer holds, in each pass.
@@ -75,8 +71,41 @@ class Factors(NamedTuple):
     copied_backward: float
 
 
-FACTORS = Factors(1.7, 2.5, 1.0, 1.7, 2.3, 5.2, 1.1, 2.5, 6.0, 28.0)
-"""The factors of the last fit."""
+FACTORS = Factors(
+    held=1.34,
+    saved=3.51,
+    looped=1.43,
+    summed=7.24,
+    state_moves=6.83,
+    tensor_moves=6.37,
+    grouped=4.0,
+    grouped_backward=14.19,
+    copied=0.0,
+    copied_backward=5.02,
+)
+"""Those of the last fit to the cycles that compilers for TPUs state, by
+`experiments.benchmarks.planner_fit`."""
+
+_ON_GPUS = Factors(
+    held=0.87,
+    saved=2.5,
+    looped=0.5,
+    summed=1.7,
+    state_moves=2.3,
+    tensor_moves=5.2,
+    grouped=1.1,
+    grouped_backward=2.5,
+    copied=6.0,
+    copied_backward=28.0,
+)
+"""Those of GPUs: what layers hold and save, and loops, by steps measured on cards
+(docs/performance.md); no step measured the others."""
+
+
+def _factors(machine: Machine) -> Factors:
+    """The factors of a machine's chips."""
+    return _ON_GPUS if machine.chip.platform == GPU else FACTORS
+
 
 _NO_TERMS = "wire_bytes", "kernels"
 
@@ -177,9 +206,9 @@ def step_seconds(
     heads = layout.microbatches
     # Each device computes all logits of its rows if nothing splits the vocabulary.
     ways = logits_ways(facts.layered, lowering.plan)
-    memory_bandwidth = machine.chip.memory_bandwidth
+    memory_bandwidth, factors = machine.chip.memory_bandwidth, _factors(machine)
     outside = rows * facts.flops.outside / machine.flops
-    outside += FACTORS.looped * facts.flops.looped / memory_bandwidth
+    outside += factors.looped * facts.flops.looped / memory_bandwidth
     outside /= ways
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
@@ -192,10 +221,10 @@ def step_seconds(
     state = state_seconds(lowering, machine, traffic, compute)
     state_bytes = sum(term.wire_bytes for term in traffic.all_terms)
     tensor, tensor_bytes = tensor_seconds(lowering, machine, traffic, traced)
-    moves = FACTORS.state_moves * state_bytes + FACTORS.tensor_moves * tensor_bytes
-    moves += _grouped_moves(runner, traced)
+    moves = factors.state_moves * state_bytes + factors.tensor_moves * tensor_bytes
+    moves += _grouped_moves(runner, traced, factors)
     if layout.microbatches > 1:
-        moves += FACTORS.summed * layout.microbatches * memory.gradients
+        moves += factors.summed * layout.microbatches * memory.gradients
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
     to_stages = link(lowering, machine, (PIPE,))
     # Without a loop nothing is copied into stacks, and out of them.
@@ -206,7 +235,7 @@ def step_seconds(
         bubble=max(0.0, sum(compute.values()) - layers - again),
         outside=heads * outside,
         update=update,
-        saved=FACTORS.saved * saves * traced.saved / memory_bandwidth,
+        saved=factors.saved * saves * traced.saved / memory_bandwidth,
         fresh=memory.temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
         state=state.of_bytes,
@@ -253,13 +282,13 @@ class _Passes(NamedTuple):
         return cls(compute, in_kernels, saves, repeats)
 
 
-def _grouped_moves(runner: Runner, traced: TracedLayer) -> float:
+def _grouped_moves(runner: Runner, traced: TracedLayer, factors: Factors) -> float:
     """Bytes between a chip and its memory around the grouped matmuls of experts."""
     experts, total = runner.copied_experts, 0.0
     for run in weight_reading([*runner.layer_passes, *runner.row_passes]):
-        of_rows, of_experts = FACTORS.grouped, FACTORS.copied
+        of_rows, of_experts = factors.grouped, factors.copied
         if run.name == "backward":
-            of_rows, of_experts = FACTORS.grouped_backward, FACTORS.copied_backward
+            of_rows, of_experts = factors.grouped_backward, factors.copied_backward
         each = of_rows * traced.grouped_whole + of_experts * experts
         total += run.runs * run.depth * each
     return total
@@ -302,8 +331,7 @@ def _layer_seconds(
     # What a layer holds is what its elementwise operations make.
     held = facts.layer(layout, rows, layout.tensor).running
     kernel = facts.flops.kernel
-    times_held = _HELD_ON_GPUS if machine.chip.platform == GPU else FACTORS.held
-    elementwise = times_held * held / machine.chip.memory_bandwidth
+    elementwise = _factors(machine).held * held / machine.chip.memory_bandwidth
     row_seconds = rows / layout.tensor / machine.flops
     kernels, more = row_seconds * facts.flops.kernels, 0.0
     if kernel:
