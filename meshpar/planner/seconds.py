@@ -72,16 +72,16 @@ class Factors(NamedTuple):
 
 
 FACTORS = Factors(
-    held=1.34,
-    saved=3.51,
-    looped=1.43,
-    summed=7.24,
-    state_moves=6.83,
-    tensor_moves=6.37,
-    grouped=4.0,
-    grouped_backward=14.19,
+    held=1.66,
+    saved=3.53,
+    looped=1.48,
+    summed=6.24,
+    state_moves=2.3,
+    tensor_moves=5.51,
+    grouped=0.0,
+    grouped_backward=23.53,
     copied=0.0,
-    copied_backward=5.02,
+    copied_backward=7.03,
 )
 """Those of the last fit to the cycles that compilers for TPUs state, by
 `experiments.benchmarks.planner_fit`."""
