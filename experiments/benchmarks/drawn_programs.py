@@ -183,7 +183,8 @@ def _line(drawn: Drawn) -> str:
     )
 
 
-def _markdown(drawn: Drawn) -> str:
+def markdown(drawn: Drawn) -> str:
+    """The row of a program in the table of the documentation."""
     found = drawn.compiled
     cells = (
         drawn.number,
@@ -242,7 +243,7 @@ def main(_: Sequence[str]) -> int:
         print(f"--draws={seed}: nothing is stored; draw with --count=40")
         return 0
     for row in rows:
-        print(_markdown(row) if MARKDOWN.value else _line(row))
+        print(markdown(row) if MARKDOWN.value else _line(row))
     print("\n".join(summary(rows)))
     return 1 if any(row.compiled.violations for row in rows) else 0
 

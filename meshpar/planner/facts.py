@@ -249,8 +249,8 @@ class Facts:
             return jax.grad(loss, argnums=(0, 1))(_floats(shared), x)
 
         outside = 3 * count(layered.embed, shared, batch, key)
-        narrow_args = map(self._in_compute_dtype, (shared, x))
-        of_head, of_head_flops = trace(cpu, head, *narrow_args, batch, key)
+        head_args = map(self._in_compute_dtype, (shared, x))
+        of_head, of_head_flops = trace(cpu, head, *head_args, batch, key)
         return Flops(
             layer=layer,
             grouped=grouped,

@@ -152,8 +152,8 @@ class Seconds(Terms):
       latency: what messages of `state`, `tensor` and `sends` take beside their bytes.
       host: exposed transfers between device and host memory.
       wire_bytes: bytes that one device sends in all.
-      kernels: part of the total that kernels written by hand take; estimates of
-        compiled programs leave them out.
+      kernels: part of the total that kernels take (attention and, on TPUs, grouped
+        matmuls); estimates of compiled programs leave them out.
     """
 
     layers: float
@@ -253,7 +253,7 @@ class _Passes(NamedTuple):
 
     Attributes:
       compute: seconds that transfers may stand beside.
-      kernels: the part of that in kernels written by hand.
+      kernels: the part of that in kernels, as of a layer.
       saves: times that a layer saves for its backward pass, or reads what it saved.
       repeats: whether stages of a pipeline run forward again, to save then.
     """

@@ -245,8 +245,8 @@ def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
 _MOST_HEAD_PHASES = 2
 """Phases into which a run of ticks may be cut so that the head runs in all or none.
 
-Where W is split off, no phase may be a single tick. Compilers remove such a loop, and
-its collectives could then run among those of the phase before.
+Where W is split off, no run is cut so that a single tick is left. No loop is around
+such a phase, and its collectives could run among those of the phase before.
 """
 
 
