@@ -111,9 +111,9 @@ def shared_value(draw, name):
         if flag == "layout":
             bad += ["dta=2", "data=0", "data=two", "data=2,data=2", "data=2,zero=9"]
         text = draw.choice([x for x in bad if x != HEXADECIMAL])
-        if "zero" in text:  # The axis of a layout is what is wrong, not all of it.
-            flag, text = "zero", "zero=9"
-            return [f"--layout=data=2,{text}"], flag, text
+        if text in ("data=0", "data=2,zero=9"):  # Well written; one option is wrong.
+            wrong = text.split(",")[-1]
+            return [f"--layout={text}"], wrong.split("=")[0], wrong
         return [f"--{flag}={text}"], flag, text
 
 
