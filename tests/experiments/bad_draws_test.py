@@ -5,6 +5,7 @@ A new flag, setting or command is drawn from without a line here.
 
 import ast
 import functools
+import math
 import random
 import runpy
 
@@ -72,6 +73,14 @@ def outside(allowed):
     ]
 
 
+def is_infinite(text):
+    """Whether a text is a number that absl reads, and shows, as infinite."""
+    try:
+        return math.isinf(float(text))
+    except ValueError:
+        return False
+
+
 def own_flag(draw, name):
     """A flag of the command with a value outside of its range, or of another type."""
     own = flags_of(commands.code_of(name))
@@ -83,8 +92,8 @@ def own_flag(draw, name):
     if known:
         flag = draw.choice(sorted(known))
         text = draw.choice([x for x in known[flag] if x != HEXADECIMAL])
-        is_infinite = own[flag][0] == "float" and len(text) > 1000
-        return [f"--{flag}={text}"], flag, "inf" if is_infinite else text
+        shown = "inf" if own[flag][0] == "float" and is_infinite(text) else text
+        return [f"--{flag}={text}"], flag, shown
 
 
 def flag_of_others(draw, name):
