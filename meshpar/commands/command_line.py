@@ -277,6 +277,13 @@ def _take(taken: Sequence[flags.FlagHolder], module: str) -> set[str]:
     return others
 
 
+_NOT_NUMBERS = {
+    "invalid literal for int": "use a whole number",
+    "could not convert string to float": "use a number",
+}
+"""{what Python says of a text that is not a number: what to do}."""
+
+
 def _parse_flags(
     words: Sequence[str], others: Collection[str], because: Mapping[str, str]
 ) -> list[str]:
@@ -286,7 +293,10 @@ def _parse_flags(
     except SystemExit as end:  # The flags of help end as errors do.
         raise SystemExit(0) from end
     except flags.Error as error:
-        message = f"{shown(str(error), 500)}; --help lists the flags and their values"
+        text = str(error)
+        for found, remedy in _NOT_NUMBERS.items():
+            text = re.sub(f"{found}.*", remedy, text, flags=re.DOTALL)
+        message = f"{shown(text, 500)}; --help lists the flags and their values"
         name = getattr(error, "flagname", None)
         if name in others:
             why = f": {because[name]}" if name in because else ""

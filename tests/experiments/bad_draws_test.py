@@ -7,6 +7,7 @@ import ast
 import functools
 import math
 import random
+import re
 import runpy
 
 import pytest
@@ -193,6 +194,7 @@ def test_a_bad_word_is_refused_in_a_line(seed, tmp_path, monkeypatch, capsys):
     bad_input.check_refused(outcome, subject, longest=1000)
     shown = value.partition("\0")[0].partition("\a")[0][:12]
     assert shown in outcome.err
+    assert not re.search("literal|convert", outcome.err), "these are Python's words"
     assert outcome.err.strip().count("\n") <= 2, outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
