@@ -10,6 +10,7 @@ slice of the vocabulary (or all).
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,13 @@ def statistics(
       ids_BL: targets, counted from the first token of the slice.
     """
 
-    def of_block(_: None, inputs: tuple[Array, Array]) -> tuple[None, LogitStatistics]:
-        return None, vocabulary_slices.statistics_of(*_logits(head, w_DK, *inputs))
+    def of_block(_: None, start: Array) -> tuple[None, LogitStatistics]:
+        x_BCD, ids_BC = _block(start, block, x_BLD, ids_BL)
+        return None, vocabulary_slices.statistics_of(
+            *_logits(head, w_DK, x_BCD, ids_BC)
+        )
 
-    blocks = lax.scan(of_block, None, _blocks(block, x_BLD, ids_BL))[1]
+    blocks = lax.scan(of_block, None, _starts(block, x_BLD))[1]
     return jax.tree.map(_joined, blocks)
 
 
@@ -64,8 +68,11 @@ def gradients(
       d_BL: gradient of the losses.
     """
 
-    def of_block(dw_DK: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        x_BCD, ids_BC, logs_BC, d_BC = inputs
+    def of_block(sums: tuple[Array, Array], start: Array) -> tuple[Any, None]:
+        dx_BLD, dw_DK = sums
+        x_BCD, ids_BC, logs_BC, d_BC = _block(
+            start, block, x_BLD, ids_BL, logs_BL, d_BL
+        )
         logits_BCK, is_target_BCK = _logits(head, w_DK, x_BCD, ids_BC)
         share_BCK = jnp.exp(logits_BCK - logs_BC[..., None])
         dy_BCK = (share_BCK - is_target_BCK) * d_BC[..., None]
@@ -74,12 +81,12 @@ def gradients(
         own_DK = jnp.einsum(
             "BCD,BCK->DK", x_BCD, dy_BCK, preferred_element_type=jnp.float32
         )
-        return dw_DK + own_DK, dx_BCD
+        dx_BLD = lax.dynamic_update_slice_in_dim(dx_BLD, dx_BCD, start, 1)
+        return (dx_BLD, dw_DK + own_DK), None
 
-    zeros_DK = jnp.zeros_like(w_DK, jnp.float32)
-    inputs = _blocks(block, x_BLD, ids_BL, logs_BL, d_BL)
-    dw_DK, dx = lax.scan(of_block, zeros_DK, inputs)
-    return _joined(dx), dw_DK.astype(w_DK.dtype)
+    zeros = jnp.zeros_like(x_BLD), jnp.zeros_like(w_DK, jnp.float32)
+    (dx_BLD, dw_DK), _ = lax.scan(of_block, zeros, _starts(block, x_BLD))
+    return dx_BLD, dw_DK.astype(w_DK.dtype)
 
 
 def losses(
@@ -133,14 +140,16 @@ def _logits(
     return logits_BCK, vocabulary_slices.is_target(ids_BC, w_DK.shape[1])
 
 
-def _blocks(block: int, *arrays: Array) -> tuple[Array, ...]:
-    """Arrays [B, L, ...] as blocks [L / C, B, C, ...]."""
-    return tuple(
-        x.reshape(x.shape[0], -1, block, *x.shape[2:]).swapaxes(0, 1) for x in arrays
-    )
+def _starts(block: int, x_BLD: Array) -> Array:
+    """The first token of every block."""
+    return jnp.arange(0, x_BLD.shape[1], block)
+
+
+def _block(start: Array, block: int, *arrays: Array) -> tuple[Array, ...]:
+    """The part [B, C, ...] of arrays [B, L, ...] from a first token."""
+    return tuple(lax.dynamic_slice_in_dim(x, start, block, 1) for x in arrays)
 
 
 def _joined(blocks: Array) -> Array:
-    """The inverse of `_blocks`."""
-    x = blocks.swapaxes(0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+    """Blocks [L / C, B, C] as one array [B, L]."""
+    return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1)
