@@ -1,21 +1,24 @@
 r"""Measures training on one GPU, in one call of at most nine minutes.
 
     python -m experiments.benchmarks.gpu --json=gpu.json     # on a machine with a GPU
+    python -m experiments.benchmarks.gpu --match=dots        # rows of some cases alone
     python -m experiments.benchmarks.gpu --topology=h100:1   # compiles, without a GPU
     python -m experiments.benchmarks.gpu --rehearse          # tiny models, any device
 
 Llamas of 1 and 3 billion parameters are trained at 4,096 tokens by meshpar, a page of
-jax and torch.compile: first by the settings that are best for the card, then by the
-same settings of each program; then settings of meshpar are changed one by one. MFU
-counts 6 FLOPs for each weight and token, and causal attention by half. Each row is a
-process with a limit of its own: a slow one is lost alone. What matters most comes
-first. Equality, cuDNN's attention against plain jax, and the card itself are rows, too.
+jax and torch.compile: first by the settings that `meshpar plan` takes for the card,
+then in float8 beside bfloat16, then by the same settings of each program; then settings
+of meshpar are changed one by one. MFU counts 6 FLOPs for each weight and token, and
+causal attention by half. Each row is a process with a limit of its own: a slow one is
+lost alone. What matters most comes first; rows for which no time is left say so, and
+`--match` measures them in a call of their own. Equality, cuDNN's attention against plain
+jax, and the card itself are rows, too.
 """
 
 import json
-import os
 import pathlib
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -42,8 +45,13 @@ TOPOLOGY = flags.DEFINE_string(
 )
 REHEARSE = flags.DEFINE_bool("rehearse", False, "Tiny models, on any device.")
 MEMORY = flags.DEFINE_float("memory", 0.0, "GB of the card; 0 asks it.")
+MATCH = flags.DEFINE_string(
+    "match", "", "Rows whose program and case match this regex."
+)
 _PART = flags.DEFINE_string("part", "", "The part that this process measures.")
-_CASE = flags.DEFINE_string("case", "", "The case that this process measures, as JSON.")
+_CASE = flags.DEFINE_string(
+    "case", "", "The case that this process measures, as JSON; the first by default."
+)
 _PROFILE = flags.DEFINE_bool("profile", False, "Add which kernels take how long.")
 command_line.limit(SECONDS, Number(60, 10**5, "seconds"))
 
@@ -54,7 +62,10 @@ _FAILED = "failed:"
 _TOLERANCE = 1e-2
 """Largest relative difference of losses in bfloat16 that counts as rounding."""
 _OTHERS = gpu_programs.PAGE, gpu_torch.PROGRAM
-_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+_FASTER = 4
+"""A rehearsal is faster by this factor, at least."""
 
 
 class Job(NamedTuple):
@@ -62,15 +73,23 @@ class Job(NamedTuple):
 
     Attributes:
       part: which program, or what else.
-      limit: seconds after which it is killed.
+      expected: seconds that it took, or should take.
       case: how a program trains.
       profiles: whether to say which kernels take how long.
     """
 
     part: str
-    limit: float = 60.0
+    expected: float = 15.0
     case: Case | None = None
     profiles: bool = False
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which it is killed."""
+        return 1.4 * self.expected + 10
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.case.describe() if self.case else ''}"
 
     @property
     def words(self) -> list[str]:
@@ -100,7 +119,10 @@ def main(_: Sequence[str]) -> int:
 
 
 def _run_part(part: str) -> None:
-    case = Case(**json.loads(_CASE.value)) if _CASE.value else None
+    case = gpu_cases.same_cases()[0]
+    if _CASE.value:
+        case = Case(**json.loads(_CASE.value))
+    case = case.rehearsed() if REHEARSE.value else case
     try:
         if part == DEVICE:
             gpu_kernels.run_device(REHEARSE.value)
@@ -125,19 +147,21 @@ def jobs(memory_gb: float) -> Iterator[Job]:
       memory_gb: of the card.
     """
     best, same = gpu_cases.best_cases(memory_gb), gpu_cases.same_cases()
-    for case in best:
-        yield Job(OURS, 120, case, profiles=True)
-    for part in (PAGE, TORCH):
-        for case in best:
-            yield Job(part, 75, case._replace(unroll=1))
     yield Job(VERIFY)
     yield Job(CHECKS)
+    for part in (OURS, PAGE):
+        for case in best:
+            # Compiling takes as many seconds for each layer outside of a loop.
+            yield Job(part, 20 + 2.2 * case.unroll, case, profiles=part == OURS)
+    looped = same[0]._replace(remat="dots")
+    yield Job(OURS, 30, looped)
+    yield Job(OURS, 35, looped._replace(float8=True))
+    yield Job(TORCH, 60, looped)
     for case in same:
         for part in (OURS, PAGE, TORCH):
-            yield Job(part, 60, case)
+            yield Job(part, 60 if part == TORCH else 30, case)
     for case in gpu_cases.other_cases(best):
-        yield Job(OURS, 60, case)
-    yield Job(OURS, 90, best[-1]._replace(float8=True, unroll=1))
+        yield Job(OURS, 20 + 2.2 * case.unroll, case)
 
 
 def _measured_rows() -> Iterator[dict[str, Any]]:
@@ -147,7 +171,8 @@ def _measured_rows() -> Iterator[dict[str, Any]]:
         memory_gb = memory_gb or row.get("limit_gb", 0.0)
         yield row
     for job in jobs(memory_gb):
-        yield from _rows_of(job, end)
+        if re.search(MATCH.value, str(job)):
+            yield from _rows_of(job, end)
 
 
 def _rows_of(job: Job, end: float) -> Iterator[dict[str, Any]]:
@@ -159,7 +184,7 @@ def _rows_of(job: Job, end: float) -> Iterator[dict[str, Any]]:
     """
     case = job.case.describe() if job.case else ""
     seconds, found = min(job.limit, end - time.perf_counter()), 0
-    if seconds < job.limit / 3:
+    if seconds < job.expected / (_FASTER if REHEARSE.value else 1):
         yield dict(program=job.part, case=case, status="no time left")
         return
     begin = time.perf_counter()
@@ -202,13 +227,11 @@ def _lines(command: Sequence[str], seconds: float) -> Iterator[str]:
 
     The last one begins with `_FAILED` if the process did not end well.
     """
-    environment = {_MEMORY_SHARE: "0.92", **os.environ}
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
     )
     lines: queue.Queue = queue.Queue()
 
@@ -258,12 +281,15 @@ def _compiled_rows() -> list[dict[str, Any]]:
 
 _COLUMNS = {
     "ms": "{:.1f}",
+    "spread": "{:.1%}",
     "mfu": "{:.1%}",
     "tokens_per_second": "{:,.0f}",
     "peak_gb": "{:.1f}",
     "compile_s": "{:.0f}",
     "first_loss": "{:.4f}",
     "large_copies": "{}",
+    "clocks.sm": "{}",
+    "power.draw": "{}",
 }
 """{key of a row: its form} in the table; lines and JSON have all keys."""
 
@@ -275,9 +301,12 @@ def _brief(row: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
-    """All rows; those columns of numbers that some of them have."""
+    """All rows under the facts of the device; columns that some of the rows have."""
+    device = [row for row in rows if row["program"] == DEVICE]
+    rows = [row for row in rows if row["program"] != DEVICE]
     columns = [name for name in _COLUMNS if any(name in row for row in rows)]
     table = rich.table.Table("program", "case", "status", *columns)
+    table.title = "\n".join(map(_brief, device)) or None
     for row in rows:
         cells = [
             _COLUMNS[name].format(row[name]) if row.get(name) is not None else ""

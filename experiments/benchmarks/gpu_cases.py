@@ -12,11 +12,13 @@ import numpy as np
 from experiments import recipes
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import Config
+from meshpar.layouts import mixes
 from meshpar.mesh import chips
 
 SMALL, LARGE = RECIPES = "llama-1b", "llama3.2-3b"
 LENGTH = 4096
 _REHEARSED = dict(vocab=512, depth=2, embed=128, heads=4, kv_heads=2, mlp=256)
+"""The model of a rehearsal."""
 _REHEARSED_BY = 32
 """A rehearsal's sequences are shorter by this factor."""
 _WARM, _LEAST, _SECONDS = 2, 5, 3.0
@@ -36,6 +38,7 @@ class Case(NamedTuple):
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
       options: of the compiler.
       float8: whether layers multiply by their weights in float8.
+      microbatches: of a step, as in a layout.
     """
 
     recipe: str
@@ -46,6 +49,20 @@ class Case(NamedTuple):
     loss_block: int = 256
     options: Mapping[str, Any] = {}
     float8: bool = False
+    microbatches: int = 1
+
+    def rehearsed(self) -> "Case":
+        """The case for a rehearsal's model: of a mix, one layer for each policy."""
+        depth = _REHEARSED["depth"]
+        policies = [policy for policy, _ in mixes.segments(self.remat, depth)]
+        remat = mixes.written([(policies[0], 1), (policies[-1], depth - 1)])
+        return self._replace(remat=remat, unroll=min(self.unroll, depth))
+
+    @property
+    def layout(self) -> str:
+        """The layout of meshpar."""
+        options = f"remat={self.remat},scan_unroll={self.unroll}"
+        return f"data=1,microbatches={self.microbatches},{options}"
 
     def describe(self) -> str:
         """The case in words, for tables."""
@@ -53,6 +70,7 @@ class Case(NamedTuple):
         words += ["float8"] * self.float8
         words += [f"remat={self.remat}", f"loss_block={self.loss_block}"]
         words += [f"scan_unroll={self.unroll}"] * (self.unroll > 1)
+        words += [f"microbatches={self.microbatches}"] * (self.microbatches > 1)
         return ", ".join([*words, *(f"{k}={v!r}" for k, v in self.options.items())])
 
     def config(self, rehearsal: bool) -> Config:
@@ -73,11 +91,12 @@ def best_cases(memory_gb: float) -> list[Case]:
     Args:
       memory_gb: of the card.
     """
-    # Layers without a loop copy nothing; a loss of many tokens at once gains nothing.
-    small = Case(SMALL, LENGTH, 16 if memory_gb > 100 else 8, "dots", 22)
+    # What `meshpar plan` takes first (tests/planner/measured_gpus_test.py).
     if memory_gb > 120:
-        return [Case(LARGE, LENGTH, 8, "dots", 28), small]
-    return [Case(LARGE, LENGTH, 4, "12*attention+16*dots", 28), small]
+        large, small = (8, "21*dots+7*none"), (8, "none")
+    else:
+        large, small = (4, "dots"), (4, "none")
+    return [Case(LARGE, LENGTH, *large, 28), Case(SMALL, LENGTH, *small, 22)]
 
 
 def same_cases() -> list[Case]:
@@ -89,10 +108,11 @@ def other_cases(best: Sequence[Case]) -> list[Case]:
     """Changes of the best cases, each of which shows the effect of one setting."""
     large, small = best
     return [
-        large._replace(unroll=1),
+        large._replace(remat="dots"),
+        small._replace(remat="dots", rows=2 * small.rows),
         small._replace(unroll=1),
         small._replace(remat="attention"),
-        small._replace(remat="none", rows=small.rows // 2),
+        small._replace(rows=2 * small.rows, microbatches=2),
         small._replace(loss_block=1024),
         small._replace(length=2 * LENGTH, rows=small.rows // 2),
         small._replace(options={"xla_gpu_enable_command_buffer": ""}),
@@ -153,6 +173,7 @@ def emit_speed(
         ms=1e3 * seconds,
         ms_least=1e3 * times.least,
         ms_most=1e3 * times.most,
+        spread=(times.most - times.least) / seconds,
         tokens_per_second=tokens / seconds,
         mfu=mfu,
         **more,

@@ -30,8 +30,8 @@ _SIDE = 8192
 def run_device(rehearsal: bool) -> None:
     """Prints the name of the GPU, and its speed of matmuls and copies.
 
-    The row has the driver, clocks in MHz and power in W just after the product of
-    matrices in bfloat16, TFLOP/s of that product, and TB/s that a copy reads and
+    The row has the driver, clocks in MHz and power in W during the product of matrices
+    in bfloat16, TFLOP/s of that product, and TB/s that a copy reads and
     writes.
     """
     device = jax.devices()[0]
@@ -47,7 +47,7 @@ def run_device(rehearsal: bool) -> None:
         return y
 
     seconds = times_of_a_step(products, jax.block_until_ready).median / 20
-    card = _nvidia_smi() if platform_named(device.platform) is GPU else {}
+    card = card_under(products)
     x, copy = jnp.ones(side**2 * 8), jax.jit(lambda x: x + 1)
     copies = times_of_a_step(lambda: copy(x), jax.block_until_ready).median
     emit(
@@ -60,6 +60,21 @@ def run_device(rehearsal: bool) -> None:
         copy_tb_s=2 * x.nbytes / copies / 1e12,
         **card,
     )
+
+
+def card_under(step: Callable[[], Any]) -> dict[str, str]:
+    """What `nvidia-smi` says of the card while steps run; {} without a GPU.
+
+    Args:
+      step: starts one.
+    """
+    if platform_named(jax.devices()[0].platform) is not GPU:
+        return {}
+    for _ in range(_PROFILED):
+        result = step()
+    card = _nvidia_smi()
+    jax.block_until_ready(result)
+    return card
 
 
 def _nvidia_smi() -> dict[str, str]:

@@ -35,19 +35,20 @@ _POLICIES = {
 
 
 def make_step(
-    config: DecoderConfig, remat: str, attention: str
+    config: DecoderConfig, remat: str, unroll: int, attention: str
 ) -> Callable[[Any, Any], Any]:
     """(state, batch) -> (state, loss), jitted; the state is donated.
 
     Args:
       config: of a Llama.
       remat: as in a layout: "full", "attention", "dots", "none", or a mix of them.
+      unroll: layers that a round of a loop over them runs.
       attention: the implementation of `jax.nn.dot_product_attention`.
     """
 
     def step(state: Any, batch: dict[str, Array]) -> Any:
         params, means, squares, count = state
-        loss_fn = functools.partial(_loss, config, remat, attention)
+        loss_fn = functools.partial(_loss, config, remat, unroll, attention)
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         count, tree = count + 1, jax.tree.map
         scale = 1 / (1 - _MEAN_DECAY**count), 1 / (1 - _SQUARE_DECAY**count)
@@ -104,6 +105,7 @@ def _layer(config: DecoderConfig, attention: str, x_BLD: Array, p: Params) -> Ar
 def _loss(
     config: DecoderConfig,
     remat: str,
+    unroll: int,
     attention: str,
     params: Params,
     batch: dict[str, Array],
@@ -116,7 +118,12 @@ def _loss(
         if policy != "none":
             layer = jax.checkpoint(layer, policy=_POLICIES[policy])
         own = {path: w[start : start + count] for path, w in stack.items()}
-        x_BLD, _ = lax.scan(lambda x, w, layer=layer: (layer(x, w), None), x_BLD, own)
+        x_BLD, _ = lax.scan(
+            lambda x, w, layer=layer: (layer(x, w), None),
+            x_BLD,
+            own,
+            unroll=min(unroll, count),
+        )
         start += count
     x_BLD = _norm(x_BLD, p["norm/scale"], config.norm_eps)
     head_DV = p["embedding"].T if config.tied else p["head"]

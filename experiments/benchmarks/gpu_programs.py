@@ -38,8 +38,7 @@ def make_program(
     case: Case, rehearsal: bool, device: jax.Device
 ) -> meshpar.TrainProgram:
     """Meshpar's program of a case on one device."""
-    options = f"remat={case.remat},scan_unroll={case.unroll}"
-    layout = meshpar.layouts.parse(f"data=1,{options}")
+    layout = meshpar.layouts.parse(case.layout)
     return case.config(rehearsal).make_program(layout, [device])
 
 
@@ -75,7 +74,7 @@ def run_page(case: Case, rehearsal: bool, profiles: bool) -> None:
     state = gpu_page.make_state(program.init(0).params)
     batch = _place(program, case, rehearsal)
     begin = time.perf_counter()
-    lowered = gpu_page.make_step(config.model, case.remat, attention)
+    lowered = gpu_page.make_step(config.model, case.remat, case.unroll, attention)
     compiled = lowered.lower(state, batch).compile()
     seconds = time.perf_counter() - begin
     step = _Step(compiled, state, batch, lambda loss: loss)
@@ -107,6 +106,7 @@ def _emit_jax(
     more: dict[str, Any] = {"first_loss": float(step.loss(step()))}
     more |= {"compile_s": compile_s, **facts(step.compiled)}
     times = times_of_a_step(step, jax.block_until_ready)
+    more |= gpu_kernels.card_under(step)
     if profiles:
         more["kernel_ms"] = gpu_kernels.by_class(step, times.median)
     kind = jax.devices()[0].device_kind
@@ -137,7 +137,7 @@ def compile_page(
         return gpu_page.make_state({k: jnp.zeros(p.shape) for k, p in params.items()})
 
     attention = "cudnn" if compat.has_cudnn() else "xla"
-    step = gpu_page.make_step(config.model, case.remat, attention)
+    step = gpu_page.make_step(config.model, case.remat, case.unroll, attention)
     batch = abstract(random_batch(config))
     return step.lower(abstract(jax.eval_shape(state)), batch).compile()
 

@@ -21,6 +21,7 @@ from absl import app, flags, logging
 
 from meshpar.errors import ConfigError, MeshparError, shown
 from meshpar.layouts.layout import parse
+from meshpar.mesh.machine import USABLE_ON_GPUS
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
 from meshpar.runs.catalog import FILES_ALONE, Catalog
@@ -338,6 +339,10 @@ def _remedy(error: Exception) -> str:
     return ""
 
 
+_SHARE_OF_GPUS = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""The variable that says which share of a GPU's memory jax may take."""
+
+
 def _report(error: Exception) -> int:
     """Prints an error that a command did not expect; returns its exit code.
 
@@ -376,6 +381,7 @@ def run(
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
+        os.environ.setdefault(_SHARE_OF_GPUS, str(USABLE_ON_GPUS))
         warnings.filterwarnings("ignore", module="orbax")
         try:
             if len(argv) > 1 and not arguments:

@@ -61,14 +61,17 @@ def differentiable(*segments: Segment) -> Callable[[Params, Params, Any], Any]:
             dleaves = {path: _zeros_like(x) for path, x in leaves.items()}
         pairs = zip(_with_rows(segments), saved, strict=True)
         for (layers, rows), own in reversed(list(pairs)):
-            given = leaves, constants, own, dx
-            depth = len(rows.numbers)
+            weights, depth = (leaves, constants), len(rows.numbers)
             is_alone = depth == 1 and len(segments) > 1
             if is_alone or layers.is_written_out(depth):
                 # Compilers write a loop of one round out, too. Without a loop they
-                # would share what it gathers and computes with the forward pass.
-                given = computed(given)
-            dx, dleaves = layers.backward(*given, rows, into=dleaves)
+                # would share what it gathers and computes with the forward pass. Of
+                # what is saved, fusions need less than all if nothing is repeated.
+                if layers.repeats:
+                    weights, own, dx = computed((weights, own, dx))
+                else:
+                    weights, dx = computed((weights, dx))
+            dx, dleaves = layers.backward(*weights, own, dx, rows, into=dleaves)
         return dleaves, None, dx
 
     run.defvjp(forward, backward)

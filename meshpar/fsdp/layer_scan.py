@@ -48,6 +48,7 @@ class LayerScan:
         weights' gradients are zeros.
       mixes: as `Platform.mixes_collectives`; what is gathered outside the loop waits
         for the activations then, unless automatic axes split these.
+      repeats: whether the backward pass computes values of the forward pass again.
       unroll: layers that one round of the loop runs. With all of them there is no loop,
         and each layer's residuals are arrays of their own: none is copied into a stack.
     """
@@ -63,6 +64,7 @@ class LayerScan:
     by_parts: bool = False
     padded: bool = False
     mixes: bool = False
+    repeats: bool = True
     unroll: int = 1
 
     def is_written_out(self, depth: int) -> bool:

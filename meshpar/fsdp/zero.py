@@ -33,6 +33,7 @@ from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.sharding import ManualSharding, automatic_specs
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
+from meshpar.layouts.remat import NONE
 from meshpar.layouts.scope import with_policy
 from meshpar.mesh.order import after
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
@@ -244,6 +245,7 @@ class Zero:
             saves_on_host=ACTIVATIONS in self.layout.offloaded,
             by_parts=self.reduces_by_parts,
             mixes=self.transports.mixes,
+            repeats=remat != NONE,
             unroll=self.layout.scan_unroll,
         )
 

@@ -1,6 +1,6 @@
 """Bytes that the passes over one traced layer save, hand over and hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,8 @@ import numpy as np
 from meshpar.arrays import Array, Params, num_bytes
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
+from meshpar.jaxprs.reach import ELEMENTWISE, REDUCTIONS
+from meshpar.jaxprs.straight_line import Slot, StraightLine, dependents, slots_of
 from meshpar.jaxprs.walk import equations, inner_jaxprs
 from meshpar.layouts.axes import ways_of
 from meshpar.lowering.padding import tree_bytes
@@ -42,6 +44,60 @@ def residuals_of(
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 
     return residuals(weights, *args)
+
+
+_VIEWS = frozenset(
+    ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "pvary")
+    + ("sharding_constraint",)
+)
+"""Primitives whose result has the numbers of their operand."""
+
+_MOVED = frozenset("broadcast_in_dim split concatenate slice pad rev iota".split())
+"""Other primitives that compute nothing."""
+
+
+def fused_bytes(
+    fn: Callable,
+    trained: frozenset[str],
+    weights: Any,
+    *args: Any,
+    kept: Callable[[Any], Any],
+) -> int:
+    """Bytes that a compiler saves for fn's backward pass where no loop divides the two.
+
+    It keeps what matmuls and kernels read and make; all else that the backward pass
+    reads is computed from that where it is read. Takes the arguments of `residuals_of`.
+    """
+
+    def saved(weights: Any, *args: Any) -> list[Any]:
+        return residuals_of(fn, trained, weights, *args, kept=kept)
+
+    line = StraightLine.of(jax.make_jaxpr(saved)(weights, *args))
+    given = line.inputs[len(jax.tree.leaves(weights)) :]
+    activations = dependents(line.steps, given)
+    fused = ELEMENTWISE | REDUCTIONS | _VIEWS | _MOVED
+    source: dict[Slot, Slot] = {}  # {value: the one of which it is a view}
+
+    def sources(atoms: Iterable[Any]) -> list[Slot]:
+        return [source.get(slot, slot) for slot in slots_of(atoms)]
+
+    anchors, operands = {*given}, {}
+    for step in line.steps:
+        of_step, name = sources(step.operands), step.eqn.primitive.name
+        if name in _VIEWS:
+            source |= dict.fromkeys(step.results, *of_step)
+        elif name not in fused:
+            anchors.update(step.results, of_step)
+        operands |= dict.fromkeys(step.results, of_step)
+    found, left = set(), sources(line.outputs)
+    while left:
+        slot = left.pop()
+        if slot in activations and slot not in found:
+            if slot in anchors:
+                found.add(slot)
+            else:
+                left.extend(operands[slot])
+    return sum(num_bytes(slot.aval) for slot in found)
 
 
 def deferred_bytes(

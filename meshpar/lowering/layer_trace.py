@@ -19,6 +19,7 @@ from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_residuals import (
     deferred_bytes,
+    fused_bytes,
     grouped_rows,
     logits_bytes,
     residuals_of,
@@ -38,6 +39,7 @@ class TracedLayer(NamedTuple):
       x: activations between two layers.
       saved: saved by a layer for its backward pass; by layers whose policies differ, on
         average.
+      fused: the same of layers without a loop, whose passes compilers fuse.
       running: held by a layer while it runs backward.
       grouped: rows that the grouped matmuls of a layer read and write, and that
         `tensor` splits.
@@ -52,6 +54,7 @@ class TracedLayer(NamedTuple):
 
     x: int
     saved: int
+    fused: int
     running: int
     grouped: int
     grouped_whole: int
@@ -226,16 +229,22 @@ def _trace(
     of_head = layered.read_by_head_alone(shared, rows, key)
     sizes = (whole_bytes(plan.weights[path], plan.layout.sizes) for path in of_head)
     tied = 0 if largest in sizes else largest
+    # Other layouts run their layers in a loop.
+    fuses = plan.layout.scan_unroll > 1 or mesh.size == 1
 
     def of_policy(policy: str) -> TracedLayer:
         own = with_policy(layer, policy)
         saved = held if policy == NONE else residuals_of(own, *args, kept=kept)
         pads = policy in KEEPS_MATMULS
         padding = tree_bytes(saved, lanes) - tree_bytes(saved) if pads else 0
+        saved_bytes = fused = tree_bytes(saved)
+        if policy == NONE and fuses:
+            fused = fused_bytes(layer, *args, kept=kept)
         split = deferred_bytes(lanes, own, *args, kept=kept) if splits_backward else 0
         return TracedLayer(
             x=tree_bytes(x) // ways,
-            saved=tree_bytes(saved) // ways,
+            saved=saved_bytes // ways,
+            fused=fused // ways,
             running=tree_bytes(held) // ways,
             grouped=grouped.split // ways,
             grouped_whole=grouped.whole // ways,

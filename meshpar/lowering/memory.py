@@ -47,9 +47,9 @@ class Memory:
         return self.weights + self.gradients + self.activations + self.working
 
 
-_RUNNING, _RUNNING_IN_TICKS = 0.5, 0.4
+_RUNNING, _RUNNING_IN_TICKS, _RUNNING_UNROLLED = 0.5, 0.4, 0.25
 """Shares of what a layer holds while it runs backward that are in memory at once: of
-layers one after the other, and of those in the ticks of a pipeline."""
+layers in a loop, of those in the ticks of a pipeline, and of layers without a loop."""
 
 _GATHERED, _GATHERED_BY_HEAD = 3.5, 4.0
 """Whole activations beside them (`layer_trace.held_at_times`), and in a tick's head."""
@@ -69,6 +69,10 @@ gradient of the rows."""
 _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
 its sums in float32 take."""
+
+_HEAD_UNROLLED = 1.0
+"""Copies of the head's weight beside the first layer that runs backward without a loop:
+its gradient."""
 
 _SCATTERED = 6.7
 """Copies of the largest gradient of a pipeline while it is scattered.
@@ -94,6 +98,8 @@ class Held(NamedTuple):
       gathers_head: whether the head's weight is gathered for it, beside `weights`.
       whole_head: whether `tensor` splits layers, and not the head's weight.
       experts: weights of the experts of one layer, if ticks copy them for kernels.
+      loops: whether layers run in a loop.
+      repeats: whether layers are computed again in the backward pass.
       in_ticks: whether gradients are added up from tick to tick.
       head_beside_layers: whether ticks run the head and layers backward.
       scattered: how many times its own bytes the largest gradient takes as a shard,
@@ -113,6 +119,8 @@ class Held(NamedTuple):
     gathers_head: bool = False
     whole_head: bool = False
     experts: int = 0
+    loops: bool = True
+    repeats: bool = True
     in_ticks: bool = False
     head_beside_layers: bool = False
     scattered: float = 0.0
@@ -141,7 +149,14 @@ def predicted_memory(
         head += _LAYER_IN_TICKS * held.layer
     else:
         copies = _LAYER_OVER_ROWS if held.over_rows else _LAYER
-        layer = _RUNNING * traced.running + copies * held.layer
+        layer = copies * held.layer
+        if held.loops:
+            layer += _RUNNING * traced.running
+        else:
+            # Copies of all weights are there, and as large as all gradients later.
+            running = _RUNNING_UNROLLED * traced.running if held.repeats else 0
+            layer += max(running, held.logits + traced.x)
+            layer += _HEAD_UNROLLED * traced.largest
         # The gradients of the layers are not there yet, and nearly all in the layers.
         head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
         # Its input and the gradient of that, whole where devices split them.

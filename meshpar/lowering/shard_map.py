@@ -32,6 +32,7 @@ from meshpar.layouts.axes import TENSOR
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.layouts.refusals.combination import SHARD_MAP
+from meshpar.layouts.remat import repeated_share
 from meshpar.lowering.automatic_axes import declared_bounds
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
@@ -229,6 +230,10 @@ class ShardMapLowering(Lowering):
             shared = self.model.layered.split(self.plan.weights)[0]
             copies = sum(leaf.bytes_per_device for leaf in shared.values())
             held = held._replace(weights=copies)
+        if not self.zero.loops:
+            depth, remat = self.model.layered.depth, self.layout.remat
+            repeats, fused = repeated_share(remat, depth) > 0, depth * traced.fused
+            held = held._replace(loops=False, repeats=repeats, activations=fused)
         if self.zero.gathers_layers:
             stack = self.model.layered.split(self.plan.weights)[1].values()
             rows = splits_rows(self.layout.layers)

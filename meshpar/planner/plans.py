@@ -23,6 +23,7 @@ from meshpar.compose import lower
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.wanted import Wanted
+from meshpar.mesh.chips import GPU
 from meshpar.mesh.machine import Machine, machine_of
 from meshpar.mesh.topologies import (
     devices_of,
@@ -37,6 +38,10 @@ from meshpar.planner.facts import Facts
 from meshpar.planner.layer_policies import mixed_layout
 from meshpar.planner.space import beside_layers, layouts, offloaded
 from meshpar.units import readable_bytes, readable_seconds
+
+_SECONDS_TO_COMPILE = 2.6
+"""Seconds that compiling takes longer for each layer outside of a loop, as measured on
+the host of an H100 (docs/performance.md)."""
 
 _LOWERED = 50
 """Most candidates that are lowered in search of those that a model takes."""
@@ -111,11 +116,16 @@ class Plans:
         return "; ".join(filter(None, (slower, self.warning(candidate))))
 
     def warning(self, candidate: Candidate) -> str:
-        """A warning if a layout may need more memory than is predicted; "" if not."""
+        """Memory that a layout may lack, and a slow compilation; "" for neither."""
+        notes = []
         most, budget = candidate.most_memory, self.machine.memory_bytes
-        if most <= budget or candidate.memory.total > budget:
-            return ""
-        return f"may need up to {most / 1e9:.1f} of {budget / 1e9:.1f} GB: compile it"
+        if candidate.memory.total <= budget < most:
+            sizes = f"{most / 1e9:.1f} of {budget / 1e9:.1f} GB"
+            notes.append(f"may need up to {sizes}: compile it")
+        if (layers := candidate.layout.scan_unroll) > 1:
+            longer = _SECONDS_TO_COMPILE * layers
+            notes.append(f"without a loop, compiling takes about {longer:.0f} s longer")
+        return "; ".join(notes)
 
 
 def _line(candidate: Candidate) -> str:
@@ -313,7 +323,9 @@ def predicted(
         return found[-1]
 
     model, rows, length = facts.model, facts.rows, facts.length
-    space = layouts(count, model, rows, length, wanted, lambda: facts.used)
+    # Measured on one GPU alone, where it saves copies; compiling takes longer.
+    unrolls = count == 1 and machine.chip.platform == GPU
+    space = layouts(count, model, rows, length, wanted, lambda: facts.used, unrolls)
     for _, group in itertools.groupby(space, beside_layers):
         uniform = [c for c in map(predict, group) if c is not None]
         for candidate in uniform:

@@ -75,6 +75,7 @@ def layouts(
     length: int,
     wanted: Wanted,
     used: Callable[[], UsedNames] = UsedNames,
+    unrolls: bool = False,
 ) -> Iterator[Layout]:
     """Generates layouts that fill all devices and that are valid by themselves.
 
@@ -86,6 +87,7 @@ def layouts(
       length: of its sequences.
       wanted: what the user asks for.
       used: gives the names that the model uses; called where a layout depends on them.
+      unrolls: whether layers without a loop are tried, too.
     """
     layered = model.layered
     names = {name for p in model.params.values() for name in p.names or ()}
@@ -105,6 +107,7 @@ def layouts(
     }
     most |= {axis: num_devices for axis in most if axis in wanted.required}
     most |= {axis: 1 for axis in most if axis in wanted.forbidden}
+    unrolled = [1, layered.depth] if layered and unrolls else [1]
     seen = set()
     for sizes in _sizes(num_devices, most):
         rules: dict[str, dict[str, Any]] = {}
@@ -114,7 +117,10 @@ def layouts(
         rules = {
             kind: own | wanted.required.get(kind, {}) for kind, own in rules.items()
         }
-        for options in _options(sizes, rows, used) if layered else _zero_levels(sizes):
+        tried = _zero_levels(sizes)
+        if layered:
+            tried = _options(sizes, rows, used, unrolled)
+        for options in tried:
             # What is required stands in for what the space would try.
             fields = {**sizes, **options, **wanted.required, **rules}
             try:
@@ -188,7 +194,10 @@ def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]
 
 
 def _options(
-    sizes: Mapping[str, int], rows: int, used: Callable[[], UsedNames]
+    sizes: Mapping[str, int],
+    rows: int,
+    used: Callable[[], UsedNames],
+    unrolled: list[int],
 ) -> Iterator[dict[str, Any]]:
     """Generates the options to try with sizes of axes."""
     split = ways_of(BATCH_AXES, sizes)
@@ -197,6 +206,7 @@ def _options(
     tried: dict[str, list[Any]] = {
         "zero": [1, 2, 3] if sizes[FSDP] > 1 else [None],
         "microbatches": [n for n in counts if rows % (n * split) == 0],
+        "scan_unroll": unrolled,
     }
     if sizes[CONTEXT] > 1:
         tried["context_mode"] = [ALLGATHER, ULYSSES]

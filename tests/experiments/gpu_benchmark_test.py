@@ -17,6 +17,7 @@ from experiments.benchmarks import (
     gpu_kernels,
     gpu_page,
     gpu_programs,
+    gpu_torch,
 )
 from experiments.benchmarks.gpu_cases import Case
 
@@ -37,7 +38,7 @@ def test_the_page_has_the_loss_of_meshpar(recipe):
     batch = gpu_cases.random_batch(case.config(rehearsal=True))
     # Initial weights are so small that the loss hardly depends on the layers.
     params = {path: 5 * np.asarray(x) for path, x in program.init(0).params.items()}
-    step = gpu_page.make_step(case.config(rehearsal=True).model, "full", "xla")
+    step = gpu_page.make_step(case.config(rehearsal=True).model, "full", 1, "xla")
     with jax.numpy_rank_promotion("allow"):
         _, loss = step(gpu_page.make_state(params), batch)
     want = program.evaluate(program.init(params=params), batch)["loss"]
@@ -56,13 +57,54 @@ def test_parts_that_fail_or_hang_are_told(code, seconds, want):
     assert list(gpu._lines([sys.executable, "-c", code], seconds)) == want
 
 
-def test_what_matters_most_is_measured_first():
-    for memory in (80, 141):
-        jobs = list(gpu.jobs(memory))
-        parts = [(job.part, job.case.recipe) for job in jobs if job.case]
-        assert parts[:2] == [(gpu.OURS, "llama3.2-3b"), (gpu.OURS, "llama-1b")]
-        assert parts[2:4] == [(gpu.PAGE, "llama3.2-3b"), (gpu.PAGE, "llama-1b")]
-        assert all(job.case is None or job.case.describe() for job in jobs)
+@pytest.mark.parametrize("memory", [80, 141])
+def test_what_matters_most_is_measured_first_and_in_time(memory):
+    jobs = list(gpu.jobs(memory))
+    parts = [(job.part, job.case.recipe) for job in jobs if job.case]
+    assert parts[:2] == [(gpu.OURS, "llama3.2-3b"), (gpu.OURS, "llama-1b")]
+    assert parts[2:4] == [(gpu.PAGE, "llama3.2-3b"), (gpu.PAGE, "llama-1b")]
+    device, seconds, measured = 15, gpu.SECONDS.default, []
+    for job in jobs:
+        seconds -= job.expected
+        if seconds > device:
+            measured.append(job)
+    assert {job.part for job in measured} == {job.part for job in jobs}
+    assert any(job.case.float8 for job in measured if job.case)
+
+
+def test_a_rehearsal_trains_every_case():
+    """Tiny models have fewer layers than the policies of a case name."""
+    jobs = [job for memory in (80, 141) for job in gpu.jobs(memory)]
+    cases = [job.case.rehearsed() for job in jobs if job.case]
+    for case in {case.remat: case for case in cases}.values():
+        gpu_programs.make_program(case, True, jax.devices()[0])
+
+
+def test_a_part_alone_measures_the_first_case(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setitem(gpu._RUNNERS, gpu.OURS, lambda case, *_: seen.append(case))
+    with flagsaver.flagsaver():
+        flags.FLAGS(["gpu", "--rehearse", "--part=ours"])
+        assert gpu.main([]) == 0
+    assert seen == [gpu_cases.same_cases()[0].rehearsed()]
+
+
+def test_other_first_losses_are_told():
+    def row(program, loss):
+        return dict(program=program, case="c", batch="b", first_loss=loss)
+
+    ours = row(gpu_programs.OURS, 10.0)
+    assert gpu.different_losses([ours, row(gpu_programs.PAGE, 10.05)]) == []
+    (wrong,) = gpu.different_losses([ours, row(gpu_torch.PROGRAM, 10.2)])
+    assert wrong["status"] == "WRONG: meshpar 10.0000, torch.compile 10.2000"
+
+
+def test_the_table_has_the_card_as_its_title():
+    rows = [dict(program="device", case="H200", status="ok", matmul_tflops=730.0)]
+    rows += [dict(program="ours", case="c", status="ok", ms=12.34, spread=0.01)]
+    table = gpu._table(rows)
+    assert "H200" in table.title and "matmul_tflops=730.0" in table.title
+    assert [list(column.cells) for column in table.columns[3:]] == [["12.3"], ["1.0%"]]
 
 
 def test_a_job_without_time_or_memory_has_a_row(capsys, monkeypatch):
