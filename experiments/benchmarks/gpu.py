@@ -11,8 +11,8 @@ then in float8 beside bfloat16, then by the same settings of each program; then 
 of meshpar are changed one by one. MFU counts 6 FLOPs for each weight and token, and
 causal attention by half. Each row is a process with a limit of its own: a slow one is
 lost alone. What matters most comes first; rows for which no time is left say so, and
-`--match` measures them in a call of their own. Equality, cuDNN's attention against plain
-jax, and the card itself are rows, too.
+`--match` measures them in a call of their own. Equality, cuDNN's attention against
+plain jax, and the card itself are rows, too.
 """
 
 import json

@@ -93,9 +93,9 @@ def best_cases(memory_gb: float) -> list[Case]:
     """
     # What `meshpar plan` takes first (tests/planner/measured_gpus_test.py).
     if memory_gb > 120:
-        large, small = (8, "21*dots+7*none"), (8, "none")
+        large, small = (8, "none"), (16, "none")
     else:
-        large, small = (4, "dots"), (4, "none")
+        large, small = (4, "dots"), (8, "none")
     return [Case(LARGE, LENGTH, *large, 28), Case(SMALL, LENGTH, *small, 22)]
 
 
@@ -108,9 +108,9 @@ def other_cases(best: Sequence[Case]) -> list[Case]:
     """Changes of the best cases, each of which shows the effect of one setting."""
     large, small = best
     return [
-        large._replace(remat="dots"),
-        small._replace(remat="dots", rows=2 * small.rows),
-        small._replace(unroll=1),
+        large._replace(remat="full" if large.remat == "dots" else "dots"),
+        small._replace(remat="dots"),
+        small._replace(remat="dots", unroll=1),
         small._replace(remat="attention"),
         small._replace(rows=2 * small.rows, microbatches=2),
         small._replace(loss_block=1024),

@@ -29,7 +29,7 @@ from meshpar.layouts.scope import (
     constrain,
 )
 from meshpar.lowering.inspection import Inspection, bytes_per_device
-from meshpar.mesh.torus import compiler_options
+from meshpar.mesh.compiler import compiler_options
 from meshpar.models.cached import CachedModel
 from meshpar.models.model_scope import model_scope
 

@@ -24,8 +24,8 @@ from meshpar.contracts.written import (
 )
 from meshpar.lowering.base import Lowering
 from meshpar.mesh.chips import chip_of
+from meshpar.mesh.compiler import compiler_options
 from meshpar.mesh.platform import platform_of
-from meshpar.mesh.torus import compiler_options
 
 
 def read_collectives(compiled: jax.stages.Compiled, mesh: Mesh) -> list[Collective]:

@@ -28,6 +28,7 @@ from meshpar.fsdp.saved import Residuals
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import TENSOR
+from meshpar.layouts.remat import NONE
 from meshpar.lowering.frame import Frame
 from meshpar.models.row_dims import NO_ROWS, RowDims
 
@@ -78,6 +79,11 @@ class RowLayers:
     dims: RowDims
     enters: bool
     exits: bool
+
+    @property
+    def repeats(self) -> bool:
+        """As `LayerScan.repeats`."""
+        return self.remat != NONE
 
     def is_written_out(self, depth: int) -> bool:
         """Never: these layers always run in a loop."""

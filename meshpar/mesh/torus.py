@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from meshpar.mesh.platform import TPU, platform_of
+from meshpar.mesh.platform import TPU
 from meshpar.mesh.slices import slice_of
 
 
@@ -55,23 +55,6 @@ def ring_shape(mesh: Mesh, axis: str) -> tuple[int, ...]:
         return tuple(map(len, lines.values()))
     rows = max(rows for rows in range(1, math.isqrt(size) + 1) if size % rows == 0)
     return tuple(n for n in (rows, size // rows) if n > 1)
-
-
-_MOST_WITHOUT_TABLE = 64
-"""Largest mesh whose permutes compile faster without a table (libtpu 0.0.51)."""
-
-
-def compiler_options(mesh: Mesh) -> dict[str, str] | None:
-    """Compiler options for the permutes of rings; None for the defaults.
-
-    On large meshes a permute uses a lookup table. By default libtpu writes code for
-    every pair of devices of a permute in which all take part: 0.2 s of compile time for
-    256 chips of v5e, 0.3 s for v5p. A table takes 0.03 s and another 0.06 s per MB.
-    """
-    if platform_of(mesh) is not TPU or mesh.size <= _MOST_WITHOUT_TABLE:
-        return None
-    option = "xla_tpu_max_collective_permute_tree_core_location_devices"
-    return {option: str(_MOST_WITHOUT_TABLE)}
 
 
 def _ring(line: list[int]) -> list[int]:

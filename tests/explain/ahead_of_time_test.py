@@ -19,7 +19,7 @@ from meshpar.arrays import rounded
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
 from meshpar.local_sgd import contract
-from meshpar.mesh import torus
+from meshpar.mesh import compiler, torus
 from meshpar.runs.config import with_settings
 
 
@@ -184,7 +184,7 @@ def test_permutes_of_many_chips_are_not_written_out_pair_by_pair():
         (256 * 256, 128), jnp.bfloat16, sharding=NamedSharding(chips, spec)
     )
     mapped = jax.shard_map(body, mesh=chips, in_specs=spec, out_specs=spec)
-    options = torus.compiler_options(chips)
+    options = compiler.compiler_options(chips)
     code = [
         jax.jit(mapped, compiler_options=chosen).lower(x).compile().memory_analysis()
         for chosen in (None, options)
@@ -192,7 +192,7 @@ def test_permutes_of_many_chips_are_not_written_out_pair_by_pair():
     written_out, looked_up = (stats.generated_code_size_in_bytes for stats in code)
     assert looked_up < 0.7 * written_out
     few = mesh.make_mesh(layouts.parse("fsdp=8"), mesh.topology("v5e:2x4"))
-    assert torus.compiler_options(few) is None
+    assert compiler.compiler_options(few) is None
 
 
 @pytest.mark.slow
