@@ -53,6 +53,26 @@ def make_buckets(
     yield from (paths for paths, _ in unfinished.values())
 
 
+def is_gathered_flat(
+    paths: list[str], tree: Mapping[str, Any], shardings: Mapping[str, ManualSharding]
+) -> bool:
+    """Whether the tensors of a bucket are gathered as one array without dims.
+
+    Vectors are, even alone: they are padded (`gather_padding`).
+    """
+    first = paths[0]
+    return len(paths) > 1 or (len(tree[first].shape) == 1 and not shardings[first].alone)
+
+
+def gather_padding(shard_size: int) -> int:
+    """Elements to add to every device's shard of a flat array that is gathered.
+
+    TPUs gather whole lanes of flat arrays. Others become an all_reduce, which doubles
+    the traffic.
+    """
+    return -shard_size % TILE[1]
+
+
 def padding(shard_size: int) -> int:
     """Elements to add to every device's shard so that it holds whole tiles."""
     tile = math.prod(TILE)

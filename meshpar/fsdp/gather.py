@@ -18,7 +18,13 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.contracts.purposes import purpose
-from meshpar.fsdp.buckets import TILE, make_buckets, padding
+from meshpar.fsdp.buckets import (
+    TILE,
+    gather_padding,
+    is_gathered_flat,
+    make_buckets,
+    padding,
+)
 from meshpar.fsdp.product import Product, whole
 from meshpar.fsdp.sharding import ManualSharding, on_local_shards
 
@@ -56,7 +62,7 @@ def _gather(
         group = {path: x for path, x in split.items() if shardings[path].axes == axes}
         n = lax.axis_size(axes)
         for paths in make_buckets(group, shardings, n):
-            if len(paths) > 1:
+            if is_gathered_flat(paths, group, shardings):
                 whole |= _gather_bucket({p: group[p] for p in paths}, shardings, n)
                 continue
             x = group[paths[0]]
@@ -74,6 +80,8 @@ def _gather_bucket(
     """Gathers the tensors of one bucket by one collective over each axis."""
     axes = shardings[next(iter(shards))].axes
     rows = jnp.concatenate([x.reshape(-1) for x in shards.values()])[None]
+    if extra := gather_padding(rows.shape[1]):
+        rows = jnp.pad(rows, ((0, 0), (0, extra)))
     for axis in reversed(axes):
         rows = lax.all_gather(rows, axis, tiled=True)
     start, whole = 0, {}

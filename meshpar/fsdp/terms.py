@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from meshpar.arrays import abstract_layer, num_bytes
 from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.fsdp.buckets import make_buckets, padding
+from meshpar.fsdp.buckets import (
+    gather_padding,
+    is_gathered_flat,
+    make_buckets,
+    padding,
+)
 from meshpar.fsdp.sharding import ManualSharding, entry_axes
 from meshpar.fsdp.zero import SHARED, Zero
 from meshpar.layouts.axes import ways_of
@@ -98,7 +103,8 @@ def declare_moves(
             bucket_transport = transport
             if kind == "all_gather":
                 # A bucket of several tensors is gathered by one collective.
-                alone = num_bytes(group[paths[0]]) if len(paths) == 1 else 0
+                is_flat = is_gathered_flat(paths, group, shardings)
+                alone = 0 if is_flat else num_bytes(group[paths[0]])
                 bucket_transport = transport.for_gathers(alone)
             for dim_axes, size in _bucket_moves(kind, paths, group, shardings, sizes):
                 ways = ways_of(dim_axes, sizes)
@@ -131,6 +137,9 @@ def _bucket_moves(
     if len(paths) > 1 and kind == "reduce_scatter":
         ways = ways_of(first.axes, sizes)
         size += ways * padding(size // ways)
+    if kind == "all_gather" and is_gathered_flat(paths, shapes, shardings):
+        ways = ways_of(first.axes, sizes)
+        size += ways * gather_padding(size // ways)
     size *= jnp.dtype(shapes[paths[0]].dtype).itemsize
     for axis in (axis for _, axes in reversed(first.splits) for axis in axes):
         yield (axis,), size

@@ -55,6 +55,18 @@ def test_tpu_programs_keep_the_contract(layout, topology, least, most):
         assert program.compiled.as_text().count('"tpu_custom_call"') == 3
 
 
+@tpu
+def test_small_weights_are_gathered_and_not_reduced():
+    """The compiler gathers whole lanes of flat arrays; others it all-reduces."""
+    sizes = dict(vocab=64, length=32, depth=2, embed=36, kv_heads=2, heads=2, mlp=88)
+    config = with_settings(small(), [f"model.{k}={x}" for k, x in sizes.items()])
+    layout = meshpar.layouts.parse("fsdp=4,min_shard_size=1")
+    program = config.make_program(layout, mesh.topology("v5e:2x2"))
+    assert program.violations() == []
+    kinds = {c.kind for c in program.collectives if c.wire_bytes > 1000}
+    assert "all_gather" in kinds and "all_reduce" not in kinds
+
+
 @pytest.mark.slow
 @tpu
 @pytest.mark.parametrize("topology", ["v5e:2x4", slow("v5p:2x2x2")])
