@@ -231,9 +231,11 @@ def _resolved(
 ) -> tuple[_Resolver, dict[str, _Resolved]]:
     """The resolver of a layout, with its problems, and the shardings."""
     resolver = _Resolver(layout)
-    resolved = {path: resolver.resolve(path, param) for path, param in params.items()}
-    resolver.finish([leaf.spec for leaf in resolved.values()])
-    return resolver, resolved
+    # Messages name the largest tensors first.
+    order = sorted(params, key=lambda path: -math.prod(params[path].shape))
+    found = {path: resolver.resolve(path, params[path]) for path in order}
+    resolver.finish([leaf.spec for leaf in found.values()])
+    return resolver, {path: found[path] for path in params}
 
 
 def _check(resolver: _Resolver, params: Mapping[str, Param]) -> None:

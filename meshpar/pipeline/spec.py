@@ -125,4 +125,8 @@ def _make_spec(
     if schedule.weight and locked:
         schedule = in_lock_step(schedule)
     made = dataclasses.replace(made, folded=schedule.folded)
+    if num < stages and not schedule.asynchronous:
+        idle = f"microbatches={num}: stages idle {schedule.bubble():.0%} of the step"
+        remedy = f"microbatches={2 * stages} or more would keep them busy"
+        why = "; ".join(filter(None, (why, f"{idle}, {remedy}")))
     return PipelineSpec(schedule, made, why)

@@ -289,3 +289,12 @@ def test_padding_never_reaches_real_layers(kind):
         metrics, gradients = first_step(program, rows)
         results.append(gradients | {"grad_norm": metrics["grad_norm"]})
     assert relative_error(*results) < 1e-5
+
+
+def test_few_microbatches_are_told():
+    def said(layout):
+        return make_spec(layouts.parse(layout), 4).why
+
+    assert "microbatches=1: stages idle 75% of the step" in said("pipe=4")
+    assert "microbatches=8 or more" in said("pipe=4")
+    assert "idle" not in said("pipe=4,microbatches=4")
