@@ -58,19 +58,24 @@ def is_gathered_flat(
 ) -> bool:
     """Whether the tensors of a bucket are gathered as one array without dims.
 
-    Vectors are, even alone: they are padded (`gather_padding`).
+    Where shards have to be padded (`gather_padding`), vectors are, even alone.
     """
     first = paths[0]
-    return len(paths) > 1 or (len(tree[first].shape) == 1 and not shardings[first].alone)
+    pads = shardings[first].lanes > 1 and not shardings[first].alone
+    return len(paths) > 1 or (pads and len(tree[first].shape) == 1)
 
 
-def gather_padding(shard_size: int) -> int:
+def gather_padding(shard_size: int, lanes: int) -> int:
     """Elements to add to every device's shard of a flat array that is gathered.
 
     TPUs gather whole lanes of flat arrays. Others become an all_reduce, which doubles
     the traffic.
+
+    Args:
+      shard_size: elements of a shard.
+      lanes: as in its `ManualSharding`.
     """
-    return -shard_size % TILE[1]
+    return -shard_size % lanes
 
 
 def padding(shard_size: int) -> int:

@@ -78,9 +78,10 @@ def _gather_bucket(
     shards: Params, shardings: Mapping[str, ManualSharding], n: int
 ) -> Params:
     """Gathers the tensors of one bucket by one collective over each axis."""
-    axes = shardings[next(iter(shards))].axes
+    first = shardings[next(iter(shards))]
+    axes = first.axes
     rows = jnp.concatenate([x.reshape(-1) for x in shards.values()])[None]
-    if extra := gather_padding(rows.shape[1]):
+    if extra := gather_padding(rows.shape[1], first.lanes):
         rows = jnp.pad(rows, ((0, 0), (0, extra)))
     for axis in reversed(axes):
         rows = lax.all_gather(rows, axis, tiled=True)

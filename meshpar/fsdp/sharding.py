@@ -27,16 +27,18 @@ class ManualSharding:
       splits: (dim, axes) of every dim that manual axes split.
       rest: the manual axes over which the tensor is whole.
       automatic: spec with the automatic axes only.
+      lanes: numbers of which each device gathers a multiple where arrays are flat.
     """
 
     splits: tuple[tuple[int, tuple[str, ...]], ...]
     rest: tuple[str, ...]
     automatic: PartitionSpec
+    lanes: int = 1
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def of(
-        cls, path: str, spec: Spec, manual_axes: tuple[str, ...]
+        cls, path: str, spec: Spec, manual_axes: tuple[str, ...], lanes: int = 1
     ) -> "ManualSharding":
         """Makes the sharding of a tensor.
 
@@ -44,6 +46,7 @@ class ManualSharding:
           path: the tensor's path, for errors.
           spec: mesh axes per dim.
           manual_axes: the axes of the shard_map.
+          lanes: as the attribute.
 
         Raises:
           LayoutError: a dim is split by an automatic axis before a manual one.
@@ -61,7 +64,7 @@ class ManualSharding:
             automatic.append(axes[len(manual) :])
         split = {axis for _, axes in splits for axis in axes}
         rest = tuple(axis for axis in manual_axes if axis not in split)
-        return cls(tuple(splits), rest, partition_spec(tuple(automatic)))
+        return cls(tuple(splits), rest, partition_spec(tuple(automatic)), lanes)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -81,7 +84,8 @@ class ManualSharding:
     def layer(self) -> "ManualSharding":
         """The sharding of one layer of a stack."""
         splits = tuple((dim - 1, axes) for dim, axes in self.splits)
-        return ManualSharding(splits, self.rest, PartitionSpec(*self.automatic[1:]))
+        automatic = PartitionSpec(*self.automatic[1:])
+        return dataclasses.replace(self, splits=splits, automatic=automatic)
 
 
 def automatic_specs(

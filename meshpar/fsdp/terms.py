@@ -139,7 +139,7 @@ def _bucket_moves(
         size += ways * padding(size // ways)
     if kind == "all_gather" and is_gathered_flat(paths, shapes, shardings):
         ways = ways_of(first.axes, sizes)
-        size += ways * gather_padding(size // ways)
+        size += ways * gather_padding(size // ways, first.lanes)
     size *= jnp.dtype(shapes[paths[0]].dtype).itemsize
     for axis in (axis for _, axes in reversed(first.splits) for axis in axes):
         yield (axis,), size

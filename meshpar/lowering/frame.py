@@ -21,6 +21,7 @@ from meshpar.collectives.shard_keys import Inner, for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.contracts.purposes import purpose
 from meshpar.errors import LayoutError
+from meshpar.fsdp.buckets import TILE
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
@@ -42,6 +43,7 @@ from meshpar.layouts.scope import Scope
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.state import cast_params
 from meshpar.lowering.totals import Totals
+from meshpar.mesh.platform import platform_of
 from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
@@ -135,12 +137,13 @@ class Frame:
         Without the axes along which it is held.
         """
         shardings, manual = {}, self.manual_axes
+        lanes = TILE[1] if platform_of(self.mesh).tiles_vectors else 1
         for path, leaf in self.plan.parameters.items():
             dims = zip(leaf.spec, self.held[path], strict=True)
             spec = tuple(tuple(a for a in axes if a not in held) for axes, held in dims)
             own = {*itertools.chain(*self.held[path])}
             axes = tuple(axis for axis in manual if axis not in own)
-            shardings[path] = ManualSharding.of(path, spec, axes)
+            shardings[path] = ManualSharding.of(path, spec, axes, lanes)
         return shardings
 
     def zero(self) -> Zero:
