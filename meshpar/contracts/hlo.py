@@ -309,11 +309,15 @@ def _payload(
         type_bytes(scope[name].type) for name in collective.operands if name in scope
     )
     result = type_bytes(collective.type)
+    starts = collective.opcode.endswith("-start")
     if kind == "all_gather":
         # The result of a start is the pair (operand, result).
-        return result - operands if collective.opcode.endswith("-start") else result
+        return result - operands if starts else result
     if kind == "all_reduce":
-        return result  # Compilers for TPUs may widen operands in the collective.
+        # So it is on GPUs: ((operands), results). Compilers for TPUs may widen operands
+        # in the collective, whose start has the type of the result.
+        is_pair = starts and collective.type.startswith("((")
+        return result - operands if is_pair else result
     return operands or result
 
 

@@ -265,6 +265,23 @@ def test_an_all_reduce_that_widens_its_operand_counts_as_it_was_written():
     assert collective.payload_bytes == 4 * 4
 
 
+STARTED = """
+ENTRY %main (p: bf16[4], q: f32[3]) -> bf16[4] {
+  %p = bf16[4]{0} parameter(0)
+  %q = f32[3]{0} parameter(1)
+  %s = ((bf16[4]{0}), bf16[4]{0}) all-reduce-start(%p), replica_groups={}, to_apply=%add
+  %t = ((f32[3], f32[3]), f32[3], f32[3]) all-reduce-start(%q, %q), replica_groups={}
+  %b = (f32[3]{0}, f32[3]{0}) all-reduce-done(%t)
+  ROOT %r = bf16[4]{0} all-reduce-done(%s)
+}
+"""
+
+
+def test_the_start_of_an_all_reduce_on_a_gpu_counts_once():
+    sizes = [collective.payload_bytes for collective in parse_hlo(STARTED, MESH)]
+    assert sizes == [4 * 2, 2 * 3 * 4]
+
+
 @pytest.mark.parametrize(
     "layout, payloads",
     [slow("data=8", 2.0), slow("fsdp=8,zero=1", 3.0), ("fsdp=8,zero=2", 3.0)],
