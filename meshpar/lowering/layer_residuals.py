@@ -89,15 +89,17 @@ def fused_bytes(
         elif name not in fused:
             anchors.update(step.results, of_step)
         operands |= dict.fromkeys(step.results, of_step)
-    found, left = set(), sources(line.outputs)
+    seen, left, total = set(), sources(line.outputs), 0
     while left:
         slot = left.pop()
-        if slot in activations and slot not in found:
-            if slot in anchors:
-                found.add(slot)
-            else:
-                left.extend(operands[slot])
-    return sum(num_bytes(slot.aval) for slot in found)
+        if slot in seen or slot not in activations:
+            continue
+        seen.add(slot)
+        if slot in anchors:
+            total += num_bytes(slot.aval)
+        else:
+            left.extend(operands[slot])
+    return total
 
 
 def deferred_bytes(

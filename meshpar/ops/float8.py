@@ -86,19 +86,29 @@ def _backward(
 ) -> tuple[Array, Array]:
     x, w = saved
     dx_RD = _dot(_by_row(dy_RF, jnp.float8_e5m2), w, (1, 1), dy_RF.dtype)
-    # The scales of x stand along the sum: they go to the other operand.
-    scaled_RF = dy_RF * x.scale
+    q_RF, scale = _of_all_tokens(dy_RF * x.scale, axes)
+    dw_DF = _dot(x.qvalue, q_RF, (0, 0), jnp.float32) * scale
+    return dx_RD, dw_DF.astype(dy_RF.dtype)
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def _of_all_tokens(scaled_RF: Array, axes: tuple[str, ...]) -> tuple[Array, Array]:
+    """(gradients in float8, their one scale).
+
+    Args:
+      scaled_RF: gradients of the output, times the scales of x: these stand along the
+        sum over tokens, and cannot be taken out of it.
+      axes: that split the tokens.
+    """
     largest = jnp.max(jnp.abs(scaled_RF))
     if axes:
         with purpose("largest gradients in float8"):
             largest = lax.pmax(largest, axes)
     scale = largest / _LARGEST
     q_RF = (scaled_RF / jnp.where(scale > 0, scale, 1)).astype(jnp.float8_e5m2)
-    dw_DF = _dot(x.qvalue, q_RF, (0, 0), jnp.float32) * scale
-    return dx_RD, dw_DF.astype(dy_RF.dtype)
-
-
-_matmul.defvjp(_forward, _backward)
+    return q_RF, scale
 
 
 def _quantized(x: Array, dtype: Any, **options: Any) -> Any:

@@ -38,3 +38,17 @@ def test_the_compiler_is_free_to_fuse_where_nothing_is_computed_again():
         return max(line.partition(" : ")[2].count("tensor") for line in lines)
 
     assert held("none") < held("dots")
+
+
+def test_values_with_many_ways_to_them_are_looked_at_once():
+    """Each round uses the value twice: there are 2^60 ways to the first one."""
+
+    def doubled(weights, x):
+        h = x @ weights["a"]
+        for _ in range(60):
+            h = jnp.sin(h) * h
+        return h @ weights["a"]
+
+    weights, x = {"a": jnp.ones((WIDE, WIDE))}, jnp.ones((ROWS, WIDE))
+    found = fused_bytes(doubled, frozenset("a"), weights, x, kept=lambda _: ())
+    assert found == 3 * ROWS * WIDE * 4

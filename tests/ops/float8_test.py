@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.marks import slow
 from support.tiny_models import batch, host, lower, model, relative_error
@@ -83,6 +83,38 @@ def test_devices_round_gradients_of_weights_as_one_does():
     )
     want = pulled(x, w, dy, ())
     assert relative_error({"": split(x, w, dy)}, {"": want}) < 1e-6
+
+
+def quantized(x_RD, w_DF, dy_RF, axes=()):
+    """All operands that a matmul multiplies, in float8, and their scales."""
+    _, (x, w) = float8._forward(x_RD, w_DF, axes)
+    by_row = float8._by_row(dy_RF, jnp.float8_e5m2)
+    of_all = float8._of_all_tokens(dy_RF * x.scale, axes)
+    return x.qvalue, x.scale, w.qvalue, w.scale, by_row.qvalue, by_row.scale, *of_all
+
+
+@pytest.mark.parametrize("way", ["data=8", "fsdp=8", "tensor=2", "data=2,tensor=4"])
+def test_layouts_multiply_the_same_numbers(way):
+    """Bit for bit: a largest value does not depend on the order of its parts."""
+    draws = np.random.default_rng(1)
+    arrays = [
+        jnp.asarray(draws.normal(size=shape) * 3.0, jnp.float32)
+        for shape in ((16, 24), (24, 32), (16, 32))
+    ]
+    sizes = [int(item.split("=")[1]) for item in way.split(",")]
+    axes = tuple(item.split("=")[0] for item in way.split(","))
+    count = int(np.prod(sizes))
+    mesh = Mesh(np.array(jax.devices()[:count]).reshape(sizes), axes)
+    rows = axes[0] if axes[0] in ("data", "fsdp") else None
+    columns = "tensor" if "tensor" in axes else None
+    specs = P(rows), P("fsdp" if rows == "fsdp" else None, columns), P(rows, columns)
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+    want, got = jax.jit(quantized)(*arrays), jax.jit(quantized)(*placed)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def updates(layout):
