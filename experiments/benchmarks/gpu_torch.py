@@ -50,6 +50,9 @@ def _measure(torch: Any, case: Case, rehearsal: bool) -> None:
     with torch.device("meta"):
         model = _model(torch, config.model, case)
     model.to_empty(device=device)
+    for layer in model.layers:
+        layer.compile(fullgraph=True)
+    model.block_loss = torch.compile(model.block_loss, fullgraph=True)
     program = make_program(case._replace(unroll=1), rehearsal, jax.devices()[0])
     _load(torch, model, config.model, program.init(0).params)
     fused = device == "cuda"
@@ -195,8 +198,6 @@ def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
             super().__init__()
             self.embedding = nn.Embedding(config.vocab, config.embed)
             self.layers = nn.ModuleList(Layer() for _ in policies)
-            for layer in self.layers:
-                layer.compile(fullgraph=True)
             self.norm = nn.RMSNorm(config.embed, config.norm_eps)
             self.head = nn.Linear(config.embed, config.vocab, bias=False)
 
@@ -209,8 +210,7 @@ def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
                 more = {"context_fn": contexts[policy]} if policy in contexts else {}
                 x_BLD = checkpoint(layer, x_BLD, use_reentrant=False, **more)
             x_BLD, total = self.norm(x_BLD), 0.0
-            compiled = torch.compile(self.block_loss, fullgraph=True)
-            loss = functools.partial(checkpoint, compiled, use_reentrant=False)
+            loss = functools.partial(checkpoint, self.block_loss, use_reentrant=False)
             size = 1024  # Of blocks; smaller ones take longer to compile.
             for block, own in zip(
                 x_BLD.split(size, 1), targets.split(size, 1), strict=True

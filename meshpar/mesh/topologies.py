@@ -47,6 +47,10 @@ def topology(text: str) -> list[jax.Device]:
         ) from error
 
 
+_MOST_CHIPS = 2**18
+"""Most chips of a topology: each becomes an object in the memory of this machine."""
+
+
 def parse_topology(text: str) -> tuple[Chip, tuple[int, ...], int | None]:
     """Parses a topology string.
 
@@ -61,6 +65,11 @@ def parse_topology(text: str) -> tuple[Chip, tuple[int, ...], int | None]:
         slices, name, sizes = match.groups()
         shape = tuple(map(int, sizes.split("x")))
         chip = CHIPS.get(name)
+        if (count := int(slices or 1) * math.prod(shape)) > _MOST_CHIPS:
+            raise MeshparError(
+                f"topology={shown(text)!r} has {count:,} chips; use at most "
+                f"{_MOST_CHIPS:,}"
+            )
         if chip and chip.platform == TPU and len(shape) > 1:
             return chip, shape, int(slices) if slices else None
         if chip and chip.xla_target and len(shape) == 1:
