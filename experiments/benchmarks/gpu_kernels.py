@@ -63,7 +63,7 @@ def run_device(rehearsal: bool) -> None:
 
 
 def card_under(step: Callable[[], Any]) -> dict[str, str]:
-    """What `nvidia-smi` says of the card while steps run; {} without a GPU.
+    """Facts about the card by `nvidia-smi` while steps run; {} without a GPU.
 
     Args:
       step: starts one.

@@ -82,7 +82,7 @@ class RowLayers:
 
     @property
     def repeats(self) -> bool:
-        """As `LayerScan.repeats`."""
+        """Whether the backward pass computes values again (`LayerScan`)."""
         return self.remat != NONE
 
     def is_written_out(self, depth: int) -> bool:
