@@ -21,10 +21,10 @@ ELEMENTWISE = frozenset(
     "cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh "
     "digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
     "integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg "
-    "nextafter not optimization_barrier or pcast polygamma population_count pow pvary "
-    "real reduce_precision rem round rsqrt select_n sharding_constraint shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan "
-    "tanh xor".split()
+    "nextafter not one_minus_square optimization_barrier or pcast polygamma "
+    "population_count pow pvary real reduce_precision rem round rsqrt select_n "
+    "sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign "
+    "sin sinh sqrt square sub tan tanh xor".split()
 )
 REDUCTIONS = frozenset(
     "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
