@@ -314,8 +314,8 @@ def _payload(
         # The result of a start is the pair (operand, result).
         return result - operands if starts else result
     if kind == "all_reduce":
-        # So it is on GPUs: ((operands), results). Compilers for TPUs may widen operands
-        # in the collective, whose start has the type of the result.
+        # The start on a GPU is such a pair, too: ((operands), results). On TPUs it has
+        # the type of the result, which may be wider than the operands.
         is_pair = starts and collective.type.startswith("((")
         return result - operands if is_pair else result
     return operands or result

@@ -2,33 +2,16 @@
 
 import dataclasses
 
-import jax
 import pytest
+from support.gpu_cards import card_of, model_of, predicted
 
 from experiments.benchmarks import gpu_cases, gpu_programs
 from experiments.benchmarks.gpu_cases import Case
-from meshpar import compat, mesh
-from meshpar.errors import MeshparError
 from meshpar.layouts import parse
-from meshpar.mesh.machine import machine_of
-from meshpar.planner.candidate import Candidates
-from meshpar.planner.facts import Facts
 from meshpar.planner.plans import plan
-from meshpar.runs import programs
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 CARDS = "h100", "h200"
-
-
-def card_of(name: str) -> list[jax.Device]:
-    """One GPU that need not be there."""
-    try:
-        devices = mesh.topology(f"{name}:1")
-    except MeshparError:
-        pytest.skip('the GPU compiler comes with pip install -e ".[aot-gpu]"')
-    if not compat.has_cudnn():
-        pytest.skip("cuDNN's attention needs nvidia-cudnn-cu12")
-    return devices
 
 
 def best_case(card: str, recipe: str) -> Case:
@@ -88,10 +71,7 @@ def test_fusions_keep_less_than_the_backward_pass_reads(monkeypatch):
 def test_the_peak_is_what_was_predicted(card, recipe):
     (device,) = devices = card_of(card)
     case = best_case(card, recipe)
-    config, run = case.config(rehearsal=False).prepared()
-    batch, dtype = run.data.abstract_batch(case.rows), programs.compute_dtype(config)
-    facts = Facts(run.model, run.optimizer, batch, dtype, devices)
-    found = Candidates(facts, machine_of(devices)).candidate(parse(case.layout))
+    found = predicted(case, devices)
     compiled = gpu_programs.compile_ours(case, False, device).memory_analysis()
     peak = compiled.peak_memory_in_bytes
     assert found.memory.total == pytest.approx(peak, rel=0.02)
@@ -102,9 +82,8 @@ def test_the_peak_is_what_was_predicted(card, recipe):
 @pytest.mark.parametrize("card", CARDS)
 def test_the_best_case_is_what_the_planner_takes(card, recipe):
     devices, case = card_of(card), best_case(card, recipe)
-    config, run = case.config(rehearsal=False).prepared()
-    batch, dtype = run.data.abstract_batch(case.rows), programs.compute_dtype(config)
-    args = run.model, run.optimizer, batch, devices
+    model, optimizer, batch, dtype = model_of(case)
+    args = model, optimizer, batch, devices
     plans = plan(*args, compute_dtype=dtype, require="microbatches=1")
     taken = next(c for c in plans.fitting if c.layout == parse(case.layout))
     # A mix that fills the card to the brim may be faster by a hair.

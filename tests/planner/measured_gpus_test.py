@@ -8,17 +8,15 @@ import optax
 import pytest
 from jax.extend.core import Primitive
 from support import tiny_models
+from support.gpu_cards import card_of, predicted
 
 from experiments.benchmarks.gpu_cases import LARGE, LENGTH, SMALL, Case
-from meshpar import compat, mesh
-from meshpar.errors import MeshparError
 from meshpar.layouts import parse
 from meshpar.mesh.chips import CHIPS
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.flops import Kernel, cudnn_kernel
-from meshpar.runs import programs
 
 MEASURED = [
     # Milliseconds and GB of docs/performance.md, jax 0.11.2. Those of one program on
@@ -41,17 +39,7 @@ MEASURED = [
 
 @pytest.mark.parametrize("card, case, ms, gb", MEASURED)
 def test_steps_take_what_was_foretold(card, case, ms, gb):
-    try:
-        devices = mesh.topology(f"{card}:1")
-    except MeshparError:
-        pytest.skip('the GPU compiler comes with pip install -e ".[aot-gpu]"')
-    if not compat.has_cudnn():
-        pytest.skip("cuDNN's attention needs nvidia-cudnn-cu12")
-    config, run = case.config(rehearsal=False).prepared()
-    batch, dtype = run.data.abstract_batch(case.rows), programs.compute_dtype(config)
-    facts = Facts(run.model, run.optimizer, batch, dtype, devices)
-    layout = parse(f"data=1,remat={case.remat},scan_unroll={case.unroll}")
-    found = Candidates(facts, machine_of(devices)).candidate(layout)
+    found = predicted(case, card_of(card))
     assert found.seconds.total == pytest.approx(ms / 1e3, rel=0.05)
     assert found.memory.total == pytest.approx(gb * 1e9, rel=0.02)
 
