@@ -278,6 +278,9 @@ def _take(taken: Sequence[flags.FlagHolder], module: str) -> set[str]:
     return others
 
 
+_SHARE_OF_GPUS = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""The variable that says which share of a GPU's memory jax may take."""
+
 _NOT_NUMBERS = {
     "invalid literal for int": "use a whole number",
     "could not convert string to float": "use a number",
@@ -337,10 +340,6 @@ def _remedy(error: Exception) -> str:
             "model, a smaller --batch_size, or a layout over more devices"
         )
     return ""
-
-
-_SHARE_OF_GPUS = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""The variable that says which share of a GPU's memory jax may take."""
 
 
 def _report(error: Exception) -> int:

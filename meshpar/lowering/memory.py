@@ -153,7 +153,8 @@ def predicted_memory(
         if held.loops:
             layer += _RUNNING * traced.running
         else:
-            # Copies of all weights are there, and as large as all gradients later.
+            # The copies of the stack's weights are there in place of its gradients,
+            # which are as large, and come later.
             running = _RUNNING_UNROLLED * traced.running if held.repeats else 0
             layer += max(running, held.logits + traced.x)
             layer += _HEAD_UNROLLED * traced.largest

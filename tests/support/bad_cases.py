@@ -209,7 +209,7 @@ OWN = [
     ("explain", ["--topology=v5e"], "topology='v5e'"),
     ("explain", ["--topology=v5e:0x4"], "topology='v5e:0x4'"),
     ("explain", ["--topology=v5e:99999x99999"], "topology='v5e:99999x99999'"),
-    ("explain", ["--topology=h100:99999999"], "topology='h100:99999999'"),
+    ("explain", ["--topology=h100:99999999"], "99,999,999 chips; use at most"),
     ("explain", ["--topology=" + "x" * 5000], "topology='x.*5,000 characters"),
     ("explain", ["--parameters=some"], "--parameters=some"),
     ("explain", ["--roofline=8"], "--roofline=8: give two batch sizes or more"),
