@@ -14,10 +14,9 @@ Takes five to ten minutes.
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import optimize
 
 import meshpar
-from experiments.benchmarks import compiled_programs, drawn_programs
+from experiments.benchmarks import compiled_programs, drawn_programs, fitting
 from experiments.benchmarks.compiled_programs import Compiled
 from experiments.benchmarks.predictor import Predictor
 from meshpar.commands import command_line
@@ -28,8 +27,8 @@ _KEPT = ("state_moves",)
 """Factors that are not fitted. Programs with experts would raise this one, and dense
 programs under fsdp would then be predicted a fifth too slow."""
 
-_STEP = 0.5
-"""By how much a factor is changed to see what it adds to a time."""
+_MOST = 50.0
+"""The largest factor that is tried."""
 
 
 def programs(seed: int, predictor: Predictor) -> list[Compiled]:
@@ -61,28 +60,16 @@ def times(
 
 def fitted(start: Factors, predictor: Predictor, found: Sequence[Compiled]) -> Factors:
     """The factors that fit best, with times that are linear in the factors."""
-    first = times(start, predictor, found)
-    slopes = np.stack(
-        [
-            times(start._replace(**{name: value + _STEP}), predictor, found) - first
-            for name, value in start._asdict().items()
-        ],
-        axis=1,
-    )
-    stated = np.log([compiled.seconds for compiled in found])
-
     is_free = np.array([name not in _KEPT for name in Factors._fields])
 
-    def errors(free: np.ndarray) -> np.ndarray:
-        moved = first + slopes[:, is_free] @ (free - np.array(start)[is_free]) / _STEP
-        return np.log(np.maximum(moved, 1e-9)) - stated
+    def seconds_of(free: np.ndarray) -> np.ndarray:
+        every = np.array(start)
+        every[is_free] = free
+        return times(Factors(*every), predictor, found)
 
-    free = np.array(start)[is_free]
-    best = optimize.least_squares(
-        errors, free, bounds=(0.0, 50.0), loss="soft_l1", f_scale=0.1
-    )
     factors = np.array(start)
-    factors[is_free] = best.x
+    stated = np.array([compiled.seconds for compiled in found])
+    factors[is_free] = fitting.fitted(seconds_of, factors[is_free], stated, _MOST)
     return Factors(*(round(float(x), 2) for x in factors))
 
 
@@ -96,9 +83,8 @@ def main(_: Sequence[str]) -> int:
     new = fitted(start, predictor, found)
     stated = np.array([compiled.seconds for compiled in found])
     for name, factors in (("in use", start), ("fitted", new)):
-        errors = times(factors, predictor, found) / stated - 1
-        mean, low, high = np.mean(np.abs(errors)), min(errors), max(errors)
-        print(f"{name}: mean error {mean:.1%}, {low:+.1%} to {high:+.1%}, {factors}")
+        predicted = times(factors, predictor, found)
+        print(f"{name}: {fitting.summary(predicted, stated)}, {factors}")
     return 0
 
 

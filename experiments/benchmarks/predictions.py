@@ -9,18 +9,20 @@ installed version of jax), and stores what the compiler says. Prints one line a 
 the mean and the worst error of the memory, how well the order of the times agrees
 (Kendall's tau), how far the layout that the planner takes is from the best one of an
 exhaustive set, and between what found values lie over predicted ones for each kind of
-layouts (`meshpar.planner.uncertainty`). --markdown prints the table of
-docs/measured_plans.md.
+layouts (`meshpar.planner.uncertainty`). --markdown prints the rows of
+docs/measured_plans.md that the installed line of jax compiled.
 """
 
 from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 from absl import flags
 from scipy import stats
 
 import meshpar
 from experiments.benchmarks import compiled_programs
+from experiments.benchmarks.compiled_programs import Compiled
 from experiments.benchmarks.predictor import MARKDOWN, Predictor, Row
 from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
 from meshpar.commands import command_line
@@ -66,14 +68,29 @@ def _line(row: Row) -> str:
     )
 
 
-def _markdown(row: Row) -> str:
-    case, estimated = row.compiled.case, row.compiled.seconds
-    found = "-" if estimated is None else f"{1e3 * estimated:.0f}"
+def begin_of_markdown(compiled: Compiled) -> str:
+    """The compiler's word on a program, as rows of the table begin with it."""
+    case = compiled.case
     return (
         f"| {case.recipe}, {case.topology}, {case.batch_size}, `{case.layout}` | "
-        f"{row.compiled.jax_line} | {row.compiled.peak_bytes / 1e9:.2f} | "
-        f"{row.error:+.1%} | {found} | {1e3 * row.seconds:.0f} |"
+        f"{compiled.peak_bytes / 1e9:.2f} | "
     )
+
+
+def _markdown(row: Row) -> str:
+    estimated = row.compiled.seconds
+    found = "-" if estimated is None else f"{1e3 * estimated:.0f}"
+    begin = begin_of_markdown(row.compiled)
+    return f"{begin}{row.error:+.1%} | {found} | {1e3 * row.seconds:.0f} |"
+
+
+def _print(rows: Sequence[Row]) -> None:
+    installed = ".".join(jax.__version__.split(".")[:2])
+    for row in rows:
+        if not MARKDOWN.value:
+            print(_line(row), flush=True)
+        elif row.compiled.jax_line == installed:
+            print(_markdown(row), flush=True)
 
 
 def _print_ranges(rows: Sequence[Row]) -> None:
@@ -101,8 +118,7 @@ def main(_: Sequence[str]) -> int:
         for case in cases:
             compiled_programs.write([compiled_programs.compile_case(case)])
     rows = predicted(cases)
-    for row in rows:
-        print(_markdown(row) if MARKDOWN.value else _line(row), flush=True)
+    _print(rows)
     errors = [row.error for row in rows]
     mean = float(np.mean(np.abs(errors)))
     low, high = min(errors), max(errors)

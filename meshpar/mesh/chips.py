@@ -33,6 +33,7 @@ class Chip:
       platform: `TPU` or `GPU`.
       device_kinds: values of `jax.Device.device_kind`, exact.
       peak_flops: dense bfloat16 FLOP/s.
+      float8_speed: FLOP/s in float8 over those in bfloat16.
       memory_bytes: size of the device's memory.
       memory_bandwidth: bytes per second between memory and compute.
       link_bandwidth: bytes per second over one link, one way (ICI or NVLink).
@@ -70,6 +71,7 @@ class Chip:
     slice_bandwidth: float = 6.25e9
     link_latency: float = 1e-6
     slice_latency: float = 14e-6
+    float8_speed: float = 1.0
     xla_target: str = ""
     libtpu_config: str = ""
 
@@ -118,6 +120,7 @@ device_description_str: "{board}"
 def _hopper(name: str, kind: str, memory: int, bandwidth: int) -> Chip:
     target = _HOPPER.format(board=kind, memory=memory, bandwidth=bandwidth)
     fields = {"peak_flops": 989e12, "num_links": 18, "host_bandwidth": 64e9}
+    fields |= {"float8_speed": 2.0}
     fields |= {"xla_target": target, "clock_rate": 1.98e9, "slice_bandwidth": 50e9}
     return _gpu(name, kind, memory, bandwidth, **fields)
 

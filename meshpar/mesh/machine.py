@@ -5,6 +5,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -40,6 +41,29 @@ USABLE_ON_GPUS = 0.92
 by itself it takes 0.75."""
 
 
+NARROW_HEAD, WIDE_HEAD = 64, 128
+"""Widths of heads that were measured; others are taken for the nearest."""
+
+
+class Attention(NamedTuple):
+    """Speed of cuDNN's attention on GPUs.
+
+    Attributes:
+      narrow: share of the peak FLOP/s that it reaches in long sequences, for heads of
+        `NARROW_HEAD`.
+      wide: the same for heads of `WIDE_HEAD`.
+      edge: tokens by which a sequence seems longer to it.
+    """
+
+    narrow: float
+    wide: float
+    edge: float
+
+
+ATTENTION = Attention(narrow=0.473, wide=0.607, edge=1806.0)
+"""Fitted to measured steps and their profiles by `experiments.benchmarks.gpu_fit`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """Devices of one kind.
@@ -55,6 +79,8 @@ class Machine:
       fresh_bandwidth: bytes per second at which a step gets memory for its temporary
         arrays; infinite where the memory is the program's all the time.
       slowdown: measured over predicted seconds of a step; 1 without measurements.
+      idle: seconds in which a GPU runs no kernel, for each pass over a layer.
+      attention: of cuDNN.
     """
 
     devices: tuple[jax.Device, ...]
@@ -65,6 +91,8 @@ class Machine:
     overlaps: bool
     fresh_bandwidth: float = math.inf
     slowdown: float = 1.0
+    idle: float = 0.0
+    attention: Attention = ATTENTION
 
     @functools.cached_property
     def num_slices(self) -> int:
@@ -76,10 +104,18 @@ class Machine:
         """FLOP/s of matmuls on one device."""
         return self.efficiency * self.chip.peak_flops
 
-    def attention_flops(self, width: int) -> float:
-        """FLOP/s of cuDNN's attention on one device, for heads of a width."""
-        nearest = min(_ATTENTION, key=lambda known: abs(known - width))
-        return _ATTENTION[nearest] * self.chip.peak_flops
+    def attention_flops(self, width: int, length: int) -> float:
+        """FLOP/s of cuDNN's attention on one device.
+
+        Args:
+          width: of a head.
+          length: tokens of a sequence.
+        """
+        narrow, wide = NARROW_HEAD, WIDE_HEAD
+        is_narrow = abs(width - narrow) <= abs(width - wide)
+        share = self.attention.narrow if is_narrow else self.attention.wide
+        share *= length / (length + self.attention.edge)
+        return share * self.chip.peak_flops
 
     @property
     def link_bandwidth(self) -> float:
@@ -100,16 +136,17 @@ class Machine:
         return Link(2 * chip.link_bandwidth, chip.link_latency, ways=2)
 
 
-_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "h200": 0.69, "cpu": 1.0}
+_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "cpu": 1.0}
+_EFFICIENCY |= {"h100": 0.739, "h200": 0.708}
 """{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others.
 
-The peak of a CPU is what matmuls reached on one, and h200's is fitted to steps measured
-on one (docs/performance.md).
+The peak of a CPU is what matmuls reached on one, and GPUs' are fitted to steps measured
+on them (`experiments.benchmarks.gpu_fit`).
 """
 
-_ATTENTION = {64: 0.41, 128: 0.555}
-"""{width of a head: share of a GPU's peak that cuDNN's attention reaches}, fitted to
-the same steps; heads of other widths are taken for the nearest."""
+_IDLE_GPU = 1e-4
+"""Seconds between kernels in each pass over a layer: 3.7 to 7 ms were measured in steps
+of 22 and 28 layers (docs/performance.md)."""
 
 _NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
 """{chip: how many times as long at its peak narrow matmuls take in addition}.
@@ -152,6 +189,7 @@ def machine_of(
         overlaps=not is_cpu,
         fresh_bandwidth=_CPU_FRESH_BANDWIDTH if is_cpu else math.inf,
         slowdown=slowdown,
+        idle=_IDLE_GPU if kind == GPU else 0.0,
     )
 
 

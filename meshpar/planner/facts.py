@@ -43,6 +43,8 @@ from meshpar.planner.flops import (
     Flops,
     cudnn_kernel,
     grouped_flops,
+    in_float8,
+    last_dim,
     looped_bytes,
     matmul_flops,
 )
@@ -239,7 +241,7 @@ class Facts:
         narrow_args = map(self._in_compute_dtype, (weights, x))
         traced, layer = trace(self.devices[0], args[0], *narrow_args, key, context)
         lanes = lanes_of(make_mesh(layout, [self.devices[0]]))
-        narrow = matmul_flops(traced, lanes) / _ROWS[0]
+        narrow = matmul_flops(traced, lambda eqn: last_dim(eqn) < lanes) / _ROWS[0]
         grouped = grouped_flops(traced) / _ROWS[0]
 
         def head(shared: Any, x: Any, batch: Any, key: Any) -> Any:
@@ -255,6 +257,7 @@ class Facts:
             layer=layer,
             grouped=grouped,
             narrow=narrow,
+            float8=matmul_flops(traced, in_float8) / _ROWS[0],
             kernels=max(0.0, count(*args) - layer),
             outside=outside + of_head_flops,
             looped=looped_bytes(of_head),

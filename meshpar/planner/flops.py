@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from meshpar.arrays import num_bytes
 from meshpar.compat import scan_counts
@@ -15,10 +18,12 @@ class Kernel(NamedTuple):
 
     Attributes:
       width: of a head.
+      length: tokens of a sequence.
       computed: share of the scores that it computes: half of them if it is causal.
     """
 
     width: int
+    length: int
     computed: float
 
 
@@ -31,6 +36,7 @@ class Flops:
       grouped: the part of these in grouped matmuls.
       narrow: the part of the layer's in matmuls with an operand or a result whose last
         dim, such as head_dim, fills no row of a tile.
+      float8: the part of the layer's in matmuls of operands in float8.
       kernels: of the same pass, inside of kernels written by hand (attention), as if
         they skipped nothing.
       outside: of embedding and head, forward and backward; a head that computes its
@@ -43,6 +49,7 @@ class Flops:
     layer: float
     grouped: float
     narrow: float
+    float8: float
     kernels: float
     outside: float
     looped: float
@@ -54,29 +61,28 @@ def cudnn_kernel(jaxpr: Any) -> Kernel | None:
     for eqn in equations(jaxpr):
         if eqn.primitive.name.startswith("dot_product_attention_fwd"):
             causal = "CAUSAL" in str(eqn.params["mask_type"])
-            return Kernel(eqn.invars[0].aval.shape[-1], 0.5 if causal else 1.0)
+            _, length, _, width = eqn.invars[0].aval.shape
+            return Kernel(width, length, 0.5 if causal else 1.0)
     return None
 
 
-def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
+def matmul_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> float:
     """FLOPs of the matmuls and convolutions of a jaxpr, kernels aside.
 
     Loops count every round, and conditionals the branch with the most.
 
     Args:
       jaxpr: of any function.
-      narrower_than: if given, only dense matmuls count that have an operand or a result
-        whose last dim is smaller.
+      counts: whether an equation counts.
     """
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             continue
         if flops := equation_flops(eqn):
-            if not narrower_than or _last_dim(eqn) < narrower_than:
-                total += flops
+            total += flops if counts(eqn) else 0.0
             continue
-        inner = [matmul_flops(j, narrower_than) for j in inner_jaxprs(eqn)]
+        inner = [matmul_flops(j, counts) for j in inner_jaxprs(eqn)]
         if eqn.primitive.name == "scan":
             total += eqn.params["length"] * sum(inner)
         else:
@@ -110,8 +116,14 @@ def looped_bytes(jaxpr: Any) -> float:
     return total
 
 
-def _last_dim(eqn: Any) -> float:
-    """The smallest last dim of a dense matmul's operands and result."""
+def in_float8(eqn: Any) -> bool:
+    """Whether both operands of a matmul are in float8."""
+    dtypes = [x.aval.dtype for x in eqn.invars[:2]]
+    return all(jnp.issubdtype(t, jnp.floating) and t.itemsize == 1 for t in dtypes)
+
+
+def last_dim(eqn: Any) -> float:
+    """The smallest last dim of a dense matmul's operands and result; else infinity."""
     if eqn.primitive.name != "dot_general":
         return math.inf
     shapes = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))

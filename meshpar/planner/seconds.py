@@ -86,9 +86,9 @@ FACTORS = Factors(
 """Those of the last fit to the cycles that compilers for TPUs state, by
 `experiments.benchmarks.planner_fit`."""
 
-_ON_GPUS = Factors(
-    held=0.87,
-    saved=2.5,
+ON_GPUS = Factors(
+    held=0.609,
+    saved=2.274,
     looped=0.5,
     summed=1.7,
     state_moves=2.3,
@@ -98,13 +98,13 @@ _ON_GPUS = Factors(
     copied=6.0,
     copied_backward=28.0,
 )
-"""Those of GPUs: what layers hold and save, and loops, by steps measured on cards
-(docs/performance.md); no step measured the others."""
+"""Those of GPUs: `held` and `saved` are fitted to steps measured on cards, by
+`experiments.benchmarks.gpu_fit`; no step measured the others."""
 
 
 def _factors(machine: Machine) -> Factors:
     """The factors of a machine's chips."""
-    return _ON_GPUS if machine.chip.platform == GPU else FACTORS
+    return ON_GPUS if machine.chip.platform == GPU else FACTORS
 
 
 _NO_TERMS = "wire_bytes", "kernels"
@@ -145,6 +145,7 @@ class Seconds(Terms):
       saved: activations on their way to memory and back.
       fresh: memory for temporary arrays, where a computer gives it page by page.
       moves: slices, copies and additions of what devices send.
+      idle: gaps between the kernels of a GPU.
       state: exposed transfers of weights and gradients.
       tensor: exposed transfers of activations inside layers, and between layers that
         use `tensor` in different ways.
@@ -164,6 +165,7 @@ class Seconds(Terms):
     saved: float
     fresh: float
     moves: float
+    idle: float
     state: float
     tensor: float
     sends: float
@@ -238,6 +240,7 @@ def step_seconds(
         saved=factors.saved * saves * traced.saved / memory_bandwidth,
         fresh=memory.temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
+        idle=passes.runs * machine.idle,
         state=state.of_bytes,
         tensor=tensor.of_bytes,
         sends=sends / to_stages.bandwidth,
@@ -255,18 +258,20 @@ class _Passes(NamedTuple):
       compute: seconds that transfers may stand beside.
       kernels: the part of that in kernels, as of a layer.
       saves: times that a layer saves for its backward pass, or reads what it saved.
+      runs: times that a layer runs, forward or backward.
       repeats: whether stages of a pipeline run forward again, to save then.
     """
 
     compute: dict[Beside, float]
     kernels: float
     saves: int
+    runs: int
     repeats: bool
 
     @classmethod
     def of(cls, runner: Runner, layer: "_LayerSeconds") -> "_Passes":
         compute: dict[Beside, float] = {}
-        saves, in_kernels = 0, 0.0
+        saves, runs, in_kernels = 0, 0, 0.0
         by_use = {FEATURES: runner.layer_passes, ROWS: runner.row_passes}
         names = {run.name for run in runner.layer_passes}
         repeats, splits = "forward again" in names, WEIGHTS in names
@@ -278,8 +283,9 @@ class _Passes(NamedTuple):
             beside = Beside(run.name, use)
             compute[beside] = compute.get(beside, 0.0) + times * seconds
             in_kernels += times * kernels
+            runs += times
             saves += 0 if repeats and run.name == "forward" else times
-        return cls(compute, in_kernels, saves, repeats)
+        return cls(compute, in_kernels, saves, runs, repeats)
 
 
 def _grouped_moves(runner: Runner, traced: TracedLayer, factors: Factors) -> float:
@@ -321,7 +327,8 @@ class _LayerSeconds(NamedTuple):
         if name != "backward":
             return self.forward, self.kernels
         all_seconds = 2 * self.forward + self.backward_more + self.again
-        return all_seconds, 2 * self.kernels + self.kernels_again
+        in_kernels = 2 * self.kernels + self.backward_more + self.kernels_again
+        return all_seconds, in_kernels
 
 
 def _layer_seconds(
@@ -335,10 +342,11 @@ def _layer_seconds(
     row_seconds = rows / layout.tensor / machine.flops
     kernels, more = row_seconds * facts.flops.kernels, 0.0
     if kernel:
-        slower = machine.flops / machine.attention_flops(kernel.width)
+        slower = machine.flops / machine.attention_flops(kernel.width, kernel.length)
         kernels *= kernel.computed * slower
         more = (_BACKWARD_OF_CUDNN - 2) * kernels
-    matmuls = row_seconds * facts.flops.layer
+    faster = 1 - 1 / machine.chip.float8_speed
+    matmuls = row_seconds * (facts.flops.layer - faster * facts.flops.float8)
     forward = matmuls + kernels + elementwise
     narrow = rows / layout.tensor * facts.flops.narrow / machine.chip.peak_flops
     forward += machine.narrow * narrow

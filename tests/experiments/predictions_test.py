@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support.marks import slow
+from support.tiny_runs import ROOT
 
 from experiments.benchmarks import compiled_programs, predictions
 from experiments.benchmarks.program_cases import CASES, EXHAUSTIVE
@@ -18,6 +19,16 @@ those that the other line compiled}."""
 
 TPU_CASES = [c for c in CASES if not c.topology.startswith("h100")]
 """Those whose compiler is installed with the tests."""
+
+
+def test_the_table_has_what_is_stored():
+    page = (ROOT / "docs/measured_plans.md").read_text()
+    page, _ = page.split("## Drawn at random")
+    lines = page.split("Compiled and predicted by jax 0.10")
+    for compiled in compiled_programs.read():
+        begin = predictions.begin_of_markdown(compiled)
+        section = lines[compiled.jax_line == "0.10"]
+        assert section.count("\n" + begin) == 1
 
 
 def group(case):

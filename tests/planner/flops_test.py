@@ -7,7 +7,7 @@ from support.tpu_programs import small
 
 from meshpar.lowering.layer_residuals import GroupedRows, grouped_rows
 from meshpar.planner.facts import Facts
-from meshpar.planner.flops import matmul_flops
+from meshpar.planner.flops import in_float8, matmul_flops
 from meshpar.runs import programs
 from meshpar.runs.config import with_settings
 
@@ -37,6 +37,17 @@ def test_flops_count_loops_and_grouped_matmuls():
     # Rows read, as wide as the activations, and written, of each of two calls.
     twice = grouped_rows(lambda _, x: (grouped(x), grouped(x)), {}, rows)
     assert twice == GroupedRows(whole=2 * 4 * 6 * 4, split=2 * 4 * 6 * 5)
+
+
+def test_matmuls_in_float8_are_told_apart():
+    x, low = jnp.ones((6, 4)), jnp.ones((4, 5), jnp.float8_e4m3fn)
+
+    def layer(x, low):
+        return low.T @ x.astype(low.dtype).T, x @ low.astype(x.dtype), x.T @ x
+
+    jaxpr = jax.make_jaxpr(layer)(x, low).jaxpr
+    assert matmul_flops(jaxpr, in_float8) == 2 * 6 * 4 * 5
+    assert matmul_flops(jaxpr) == 2 * (2 * 6 * 4 * 5) + 2 * 6 * 4 * 4
 
 
 def test_loops_of_experts_count_all_rounds():

@@ -1,4 +1,4 @@
-"""Predicted time and memory of steps that were measured on cards."""
+"""The planner predicts time and memory of steps that were measured on cards."""
 
 import math
 
@@ -8,9 +8,9 @@ import optax
 import pytest
 from jax.extend.core import Primitive
 from support import tiny_models
-from support.gpu_cards import card_of, predicted
+from support.gpu_cards import card_of
 
-from experiments.benchmarks.gpu_cases import LARGE, LENGTH, SMALL, Case
+from experiments.benchmarks import gpu_fit
 from meshpar.layouts import parse
 from meshpar.mesh.chips import CHIPS
 from meshpar.mesh.machine import machine_of
@@ -18,30 +18,42 @@ from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.flops import Kernel, cudnn_kernel
 
-MEASURED = [
-    # Milliseconds and GB of docs/performance.md, jax 0.11.2. Those of one program on
-    # two days are 3% apart.
-    ("h200", Case(SMALL, LENGTH, 4), 310.0, 20.3),
-    ("h200", Case(SMALL, LENGTH, 8, "dots"), 516.5, 48.3),
-    ("h200", Case(SMALL, LENGTH, 8, "none"), 566.7, 114.2),
-    ("h200", Case(SMALL, 2 * LENGTH, 2), 376.1, 20.3),
-    ("h200", Case(SMALL, LENGTH, 16, "dots", 22), 962.6, 76.6),
-    ("h200", Case(LARGE, LENGTH, 4), 796.0, 55.4),
-    ("h200", Case(LARGE, LENGTH, 4, "dots"), 688.4, 80.9),
-    ("h200", Case(LARGE, LENGTH, 8, "dots"), 1299.5, 110.5),
-    ("h200", Case(LARGE, 2 * LENGTH, 2), 905.0, 55.4),
-    ("h200", Case(LARGE, LENGTH, 8, "dots", 28), 1279.8, 104.7),
-    ("h100", Case(SMALL, LENGTH, 4), 323.4, 20.3),
-    ("h100", Case(SMALL, LENGTH, 8, "dots"), 532.3, 48.3),
-    ("h100", Case(SMALL, LENGTH, 8, "dots", 22), 505.1, 45.9),
-]
+
+def described(measured):
+    return f"{measured.card}, {measured.case.describe()}"
 
 
-@pytest.mark.parametrize("card, case, ms, gb", MEASURED)
-def test_steps_take_what_was_foretold(card, case, ms, gb):
-    found = predicted(case, card_of(card))
-    assert found.seconds.total == pytest.approx(ms / 1e3, rel=0.05)
-    assert found.memory.total == pytest.approx(gb * 1e9, rel=0.02)
+@pytest.fixture(scope="module")
+def rows():
+    for name in ("h100", "h200"):
+        card_of(name)
+    return gpu_fit.read()
+
+
+@pytest.fixture(scope="module")
+def fit(rows):
+    return gpu_fit.Fit(rows)
+
+
+def test_steps_take_what_was_foretold(fit, rows):
+    found = fit.times(fit.start)[:, 0]
+    assert found == pytest.approx([row.ms for row in rows], rel=0.05)
+
+
+def test_steps_take_what_the_others_foretell(fit, rows):
+    assert fit.left_out() == pytest.approx([row.ms for row in rows], rel=0.05)
+
+
+def test_the_numbers_in_use_are_those_that_fit_best(fit, rows):
+    fitted = fit.fitted(range(len(rows)))
+    assert fitted == pytest.approx(fit.start, rel=0.02)
+
+
+@pytest.mark.parametrize("measured", gpu_fit.read(), ids=described)
+def test_steps_need_the_memory_that_was_foretold(measured):
+    card_of(measured.card)
+    found = measured.predicted().memory.total
+    assert found == pytest.approx(measured.gb * 1e9, rel=0.02)
 
 
 @pytest.mark.parametrize("mask, computed", [("CAUSAL", 0.5), ("NO_MASK", 1.0)])
@@ -51,16 +63,17 @@ def test_the_kernel_of_attention_is_read_from_a_trace(mask, computed):
     kernel.def_abstract_eval(lambda q, **_: q)
     q = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
     attend = jax.jit(lambda q: kernel.bind(q, mask_type=f"MaskType.{mask}"))
-    assert cudnn_kernel(jax.make_jaxpr(attend)(q).jaxpr) == Kernel(32, computed)
+    assert cudnn_kernel(jax.make_jaxpr(attend)(q).jaxpr) == Kernel(32, 64, computed)
     assert cudnn_kernel(jax.make_jaxpr(lambda x: x + 1)(1.0).jaxpr) is None
 
 
-def test_narrow_heads_are_slower():
+def test_narrow_heads_and_short_sequences_are_slower():
     machine = machine_of(jax.devices()[:1], chip=CHIPS["h200"])
-    narrow, wide = (machine.attention_flops(width) for width in (64, 128))
+    narrow, wide = (machine.attention_flops(width, 4096) for width in (64, 128))
     assert narrow < wide < machine.flops
-    assert machine.attention_flops(32) == narrow
-    assert machine.attention_flops(256) == wide
+    assert machine.attention_flops(32, 4096) == narrow
+    assert machine.attention_flops(256, 4096) == wide
+    assert machine.attention_flops(128, 2048) < wide
 
 
 def test_layers_without_a_loop_make_no_stacks():
@@ -76,5 +89,6 @@ def test_layers_without_a_loop_make_no_stacks():
     assert loop.seconds.saved == some.seconds.saved > none.seconds.saved == 0
     stack = model.layered.split(model.params)[1].values()
     copies = sum(2 * math.prod(param.shape) for param in stack)
+    assert loop.seconds.idle == pytest.approx(2 * 8 * made.machine.idle)
     assert loop.memory.weights == some.memory.weights
     assert loop.memory.weights - none.memory.weights == copies
