@@ -61,8 +61,11 @@ class Statistics(NamedTuple):
         """This mixture and earlier ones, packed: sums, and the largest loads."""
         before = Statistics.unpacked(earlier)
         sums = Statistics(*map(jnp.add, self, before))
+        # Gradients of the largest loads would be computed, though all are zero, and
+        # with them the loads again.
+        now, before = lax.stop_gradient((self, before))
         largest = {
-            name: jnp.maximum(getattr(self, name), getattr(before, name))
+            name: jnp.maximum(getattr(now, name), getattr(before, name))
             for name in ("load", "device_load")
         }
         return sums._replace(**largest).packed
