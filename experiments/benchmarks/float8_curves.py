@@ -18,13 +18,14 @@ import rich.table
 from absl import flags
 
 import meshpar
-from experiments import data, recipes
+from experiments import recipes
 from experiments.recipes.config import Config
 from meshpar.commands import command_line
 from meshpar.commands.devices import start_devices
 from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
 from meshpar.runs.config import check_setting
+from meshpar.runs.data import Data, Place
 from meshpar.settings import Number
 
 RUNS = flags.DEFINE_integer("runs", 5, "Seeds with which each format trains.")
@@ -37,23 +38,19 @@ COLUMNS = *(f"{10 * i}%" for i in range(1, PARTS + 1)), "held out"
 
 
 def curve(
-    config: Config, corpus: data.Corpus, program: meshpar.TrainProgram, seed: int
+    config: Config, tokens: Data, program: meshpar.TrainProgram, seed: int
 ) -> np.ndarray:
     """Mean losses of the parts of a run, then the loss on held-out text [PARTS + 1].
 
     Args:
       config: of the run.
-      corpus: its text.
+      tokens: its data.
       program: that trains.
       seed: of the weights and of the order of the text.
     """
-    shape = dict(
-        length=config.model.length,
-        batch_size=config.batch_size,
-        rows=program.batch_rows,
-    )
-    batches = data.training_batches(corpus, seed=seed, position=0, **shape)
-    held_out = data.held_out_batches(corpus, limit=config.evaluation_batches, **shape)
+    place = Place(config.batch_size, program.batch_rows, seed)
+    batches = iter(tokens.training_batches(place))
+    held_out = tokens.evaluation_batches(place, config.evaluation_batches)
     state, losses = program.init(seed), []
     for _ in range(config.steps):
         state, metrics = program.step(state, next(batches))
@@ -105,8 +102,7 @@ def main(_: Sequence[str]) -> int:
         raise ConfigError(f"--steps={config.steps}: a curve needs {PARTS} steps")
     check_setting("seed", config.seed + RUNS.value - 1)
     layout, devices = start_devices(config)
-    corpus = data.load(config.data)
-    config = dataclasses.replace(config.fitted(corpus), compute_dtype="bfloat16")
+    config, run = dataclasses.replace(config, compute_dtype="bfloat16").prepared()
     programs = {}
     for name in ("bfloat16", "float8"):
         model = dataclasses.replace(config.model, float8=name == "float8")
@@ -116,7 +112,7 @@ def main(_: Sequence[str]) -> int:
     console, curves = terminal.plain_console(), {name: [] for name in programs}
     for seed in range(config.seed, config.seed + RUNS.value):
         for name, program in programs.items():
-            found = curve(config, corpus, program, seed)
+            found = curve(config, run.data, program, seed)
             curves[name].append(found)
             console.print(f"{name}, seed {seed}: held-out loss {found[-1]:.4f}")
     found = [np.stack(own) for own in curves.values()]

@@ -7,7 +7,7 @@ lowering is a frame (`frame`), a ZeRO policy (`fsdp.zero`) and a runner (`runner
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -76,23 +76,15 @@ class ShardMapLowering(Lowering):
 
     def gradients(self, state: TrainState, batch: Any) -> Gradients:
         """Totals of the batch and its gradients, before clipping."""
-        return self._mapped(self._means, state, batch)
+        totals, sums, extra = self.gradient_sums(state, batch)
+        return Gradients(totals, self.mean_gradients(sums, totals), extra)
 
     def gradient_sums(self, state: TrainState, batch: Any) -> Gradients:
         """`gradients` before `mean_gradients`, in the dtype of the backward pass."""
-        return self._mapped(self._sums, state, batch)
-
-    def _mapped(self, fn: Callable, state: TrainState, batch: Any) -> Gradients:
-        """Totals and gradients of a function that runs on shards of the batch."""
         out_specs = PartitionSpec(), self.plan.trained(self.frame.specs)
-        mapped = self.frame.mapped(fn, batch, out_specs)
+        mapped = self.frame.mapped(self._sums, batch, out_specs)
         totals, grads = mapped(state.params, state.key(), batch)
         return Gradients(totals, grads, {})  # Models with layers keep no state.
-
-    def _means(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
-        """`gradients` on one shard of the batch."""
-        totals, sums = self._sums(params, key, batch)
-        return totals, self.mean_gradients(sums, totals)
 
     def _sums(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
         """`gradient_sums` on one shard of the batch."""
