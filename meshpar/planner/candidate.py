@@ -101,7 +101,7 @@ class Candidates:
         self._plans: dict[tuple, Plan | LayoutError] = {}
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
         self._moves = LayerMoves(facts)
-        self._last: tuple[tuple, _Shared | None] = (), None
+        self._last: tuple[tuple, dict[bool, _Shared]] = (), {}
 
     def candidate(self, layout: Layout) -> Candidate:
         """Predicts the memory, time and traffic of a layout.
@@ -142,8 +142,10 @@ class Candidates:
         """
         alone = layout.expert > 1 or layout.context > 1 or layout.prefetch
         key = beside_layers(layout), layout.layers, layout.remat if alone else ""
-        key = *key, layout.saves_residuals
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
+            self._last = key, {}
+        found, saves = self._last[1], layout.pipe > 1 and layout.saves_residuals
+        if saves not in found:
             combined = combination(self.facts.model, layout)
             if reason := first_reason(combined, OF_TRAINING):
                 raise LayoutError(reason)
@@ -152,8 +154,8 @@ class Candidates:
             runner = lowering.runner
             row_terms = tuple(runner.declared_row_moves(runner.row_passes))
             largest = largest_weight(self.facts.layered, lowering.plan)
-            self._last = key, _Shared(lowering, terms, row_terms, sends, largest)
-        return self._last[1]
+            found[saves] = _Shared(lowering, terms, row_terms, sends, largest)
+        return found[saves]
 
     def _lowering(self, layout: Layout) -> ShardMapLowering:
         """The lowering of a layout, of which nothing is traced."""
