@@ -100,12 +100,21 @@ class Schedule:
 
     def _beside(self, op: Op, step: int) -> Op | None:
         """The operation on the virtual stage `step` after this one, if there is one."""
-        turned = self.folded and op.chunk % 2
-        stage = self.num_stages - 1 - op.stage if turned else op.stage
-        other = op.chunk * self.num_stages + stage + step
-        if not 0 <= other < self.num_chunks * self.num_stages:
+        other = self._virtual[op.chunk, op.stage] + step
+        if not 0 <= other < len(self._places):
             return None
-        return self.op(op.microbatch, other)
+        return Op(op.microbatch, *self._places[other])
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        """(chunk, stage) of each virtual stage."""
+        virtual = range(self.num_chunks * self.num_stages)
+        return [place(stage, self.num_stages, self.folded) for stage in virtual]
+
+    @functools.cached_property
+    def _virtual(self) -> dict[tuple[int, int], int]:
+        """{(chunk, stage): virtual stage}."""
+        return {place: virtual for virtual, place in enumerate(self._places)}
 
     def before(self, op: Op) -> Op | None:
         """The operation whose output this F reads; None if it is the embedding."""
@@ -144,15 +153,14 @@ class Schedule:
         if self.asynchronous:
             return self.num_ticks * sum(unit.values())
         unit["W"] = w / self.num_chunks
+        if not self.diverges:
+            kinds = {"F": self.forward, "B": self.backward, "W": self.weight}
+            return sum(unit[kind] * len({*at.values()}) for kind, at in kinds.items())
         at: dict[int, dict[int, float]] = {}
-        slots: dict[int, set[str]] = {}
         for kind, op, tick in self.placed():
             stages = at.setdefault(tick, {})
             stages[op.stage] = stages.get(op.stage, 0.0) + unit[kind]
-            slots.setdefault(tick, set()).add(kind)
-        if self.diverges:
-            return sum(max(stages.values()) for stages in at.values())
-        return sum(unit[kind] for kinds in slots.values() for kind in kinds)
+        return sum(max(stages.values()) for stages in at.values())
 
     def bubble(self) -> float:
         """Share of the step in which a stage waits, between 0 and 1.

@@ -7,6 +7,7 @@ allows. Pure numpy: no jax.
 """
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -152,14 +153,15 @@ def _intervals(s: Schedule) -> dict[str, list[list[Interval]]]:
 def _colored(intervals: Iterable[Interval]) -> tuple[dict[Op, int], int]:
     """The slot of each interval, and the number of slots, as few as possible."""
     slots: dict[Op, int] = {}
-    busy: list[tuple[int, int]] = []
+    busy: list[tuple[int, int]] = []  # (last tick, slot), a heap like the next one.
+    free: list[int] = []
     count = 0
     for start, end, op in sorted(intervals):
-        busy = [(until, slot) for until, slot in busy if until >= start]
-        free = set(range(count)) - {slot for _, slot in busy}
-        slot = min(free, default=count)
+        while busy and busy[0][0] < start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slot = heapq.heappop(free) if free else count
         count = max(count, slot + 1)
-        busy.append((end, slot))
+        heapq.heappush(busy, (end, slot))
         slots[op] = slot
     return slots, count
 
