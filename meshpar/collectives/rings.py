@@ -47,7 +47,7 @@ def ring_all_gather(x: Array, axis: str, dim: int = 0) -> Array:
 
 
 def torus_all_gather(
-    x: Array, axis: str, shape: tuple[int, ...], dim: int = 0
+    x: Array, axis: str, shape: tuple[int, ...], dim: int = 0, folded: bool = False
 ) -> Array:
     """`all_gather` around the rings of a torus, the last dim first.
 
@@ -59,6 +59,8 @@ def torus_all_gather(
       axis: one mesh axis.
       shape: shape of the torus that the devices of the axis form, in row order.
       dim: dim along which the parts are joined.
+      folded: whether all first halves of the parts come first, then all second halves
+        in the reverse order of the devices.
 
     Raises:
       MeshparError: the shape does not have the size of the axis.
@@ -72,10 +74,23 @@ def torus_all_gather(
         for step in range(size):
             if step:
                 x = lax.ppermute(x, axis, pairs)
-            start = (place - step) % size * length
-            out = lax.dynamic_update_slice_in_dim(out, x, start, dim)
+            number = (place - step) % size
+            for piece, start in _pieces(number, size, length, folded):
+                own = lax.slice_in_dim(x, piece.start, piece.stop, axis=dim)
+                out = lax.dynamic_update_slice_in_dim(out, own, start, dim)
         x = out
     return x
+
+
+def _pieces(
+    number: Array, size: int, length: int, folded: bool
+) -> list[tuple[slice, Array]]:
+    """(piece of a part, its start in the whole) of one of `size` parts."""
+    if not folded:
+        return [(slice(0, length), number * length)]
+    half = length // 2
+    late = (2 * size - 1 - number) * half
+    return [(slice(0, half), number * half), (slice(half, length), late)]
 
 
 def ring_reduce_scatter(x: Array, axis: str, dim: int = 0) -> Array:
@@ -93,7 +108,12 @@ def ring_reduce_scatter(x: Array, axis: str, dim: int = 0) -> Array:
 
 
 def torus_reduce_scatter(
-    x: Array, axis: str, shape: tuple[int, ...], dim: int = 0, loop: bool = False
+    x: Array,
+    axis: str,
+    shape: tuple[int, ...],
+    dim: int = 0,
+    loop: bool = False,
+    folded: bool = False,
 ) -> Array:
     """`reduce_scatter` around the rings of a torus, the first dim first.
 
@@ -107,6 +127,7 @@ def torus_reduce_scatter(
       dim: dim that is scattered.
       loop: whether the steps of a ring are a loop, which compiles fast but does not
         overlap with compute.
+      folded: whether the parts lie in x as `torus_all_gather` leaves folded ones.
 
     Raises:
       MeshparError: the dim does not divide over the axis, or the shape does not have
@@ -115,7 +136,7 @@ def torus_reduce_scatter(
     check_divides("reduce_scatter by rings", x, axis, dim)
     _check_torus(axis, shape)
     for ring in _rings(axis, shape):
-        x = _reduce(_cut(x, ring, dim), axis, ring, loop)
+        x = _reduce(_cut(x, ring, dim, folded), axis, ring, loop)
     return x
 
 
@@ -173,13 +194,18 @@ def _reduce(
 
 
 def _cut(
-    x: Array, ring: tuple[Array, int, list], dim: int
+    x: Array, ring: tuple[Array, int, list], dim: int, folded: bool = False
 ) -> Callable[[Array, Array | None], Array]:
     """The parts of an array, for `_reduce`."""
-    length = x.shape[dim] // ring[1]
+    size = ring[1]
+    length = x.shape[dim] // size
 
     def part(number: Array, total: Array | None) -> Array:
-        own = lax.dynamic_slice_in_dim(x, number * length, length, dim)
+        pieces = [
+            lax.dynamic_slice_in_dim(x, start, piece.stop - piece.start, dim)
+            for piece, start in _pieces(number, size, length, folded)
+        ]
+        own = pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
         return own if total is None else total + own
 
     return part

@@ -142,19 +142,37 @@ class Rings(Transport):
         """Rings for large tensors: a small one has too many steps for its bytes."""
         return self if whole_bytes >= LARGE_BYTES else ONE_SHOT
 
-    def all_gather(self, x: Array, axes: tuple[str, ...], dim: int) -> Array:
-        """Joins the shards of all devices along `dim`, step by step."""
+    def all_gather(
+        self, x: Array, axes: tuple[str, ...], dim: int, folded: bool = False
+    ) -> Array:
+        """Joins the shards of all devices along `dim`, step by step.
+
+        Args:
+          x: this device's shard.
+          axes: mesh axes that hold the shards.
+          dim: the dim that they split.
+          folded: as in `torus_all_gather`; where `covers(axes)` alone.
+        """
         if not self.covers(axes):
             return super().all_gather(x, axes, dim)
         with gathers():
-            return torus_all_gather(x, axes[0], self.shapes[axes[0]], dim)
+            return torus_all_gather(x, axes[0], self.shapes[axes[0]], dim, folded)
 
-    def reduce_scatter(self, x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
-        """Sums over the axes step by step, and keeps this device's part of a dim."""
+    def reduce_scatter(
+        self, x: Array, axes: tuple[str, ...], dim: int = 0, folded: bool = False
+    ) -> Array:
+        """Sums over the axes step by step, and keeps this device's part of a dim.
+
+        Args:
+          x: this device's addend.
+          axes: mesh axes of n devices.
+          dim: the dim that they split; n divides it.
+          folded: as in `torus_reduce_scatter`; where `covers(axes)` alone.
+        """
         if not self.covers(axes):
             return super().reduce_scatter(x, axes, dim)
         shape = self.shapes[axes[0]]
-        return torus_reduce_scatter(x, axes[0], shape, dim, loop=self.loop)
+        return torus_reduce_scatter(x, axes[0], shape, dim, self.loop, folded)
 
     def reduce_scatter_of(self, part: PartOfSum, axis: str, dim: int = 0) -> Array:
         """`reduce_scatter` of an addend whose parts are made where they are added."""

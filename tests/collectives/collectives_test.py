@@ -36,6 +36,20 @@ SWAPPED = np.stack(
 )
 WHOLE = X[0].nbytes
 
+
+def folded(parts):
+    """First halves of all parts, then all second halves in the reverse order."""
+    early, late = zip(*(np.split(part, 2) for part in parts), strict=True)
+    return np.concatenate([*early, *late[::-1]])
+
+
+def parts_of_folded(value):
+    halves = np.split(value, 2 * N)
+    return np.stack(
+        [np.concatenate([halves[i], halves[2 * N - 1 - i]]) for i in range(N)]
+    )
+
+
 PATTERNS = {
     "all_reduce": (collectives.all_reduce, everywhere(SUM), {"all_reduce": [WHOLE]}),
     "all_gather": (
@@ -110,6 +124,16 @@ PATTERNS = {
         functools.partial(collectives.torus_all_gather, shape=(2, 4)),
         everywhere(JOINED),
         {"permute": [WHOLE] * 3 + [4 * WHOLE]},
+    ),
+    "torus_all_gather, folded": (
+        functools.partial(collectives.torus_all_gather, shape=(2, 4), folded=True),
+        everywhere(folded(X)),
+        {"permute": [WHOLE] * 3 + [4 * WHOLE]},
+    ),
+    "torus_reduce_scatter, folded": (
+        functools.partial(collectives.torus_reduce_scatter, shape=(4, 2), folded=True),
+        parts_of_folded(SUM),
+        {"permute": [WHOLE // 4] * 3 + [WHOLE // 8]},
     ),
     "ring_all_reduce": (
         collectives.ring_all_reduce,

@@ -11,6 +11,7 @@ from support.marks import slow
 
 import meshpar
 from meshpar import layouts
+from meshpar.collectives.transport import Rings, Transports
 from meshpar.errors import LayoutError
 from meshpar.layouts.context_modes import CONTEXT_MODES
 from meshpar.layouts.token_order import device_order
@@ -109,6 +110,15 @@ def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
 def test_orders_of_tokens_change_nothing(layout, kv_heads):
     run = mapped(context.attention, layout)
     assert_equal(with_gradients(run, qkv(kv_heads)), expected(kv_heads))
+
+
+@pytest.mark.parametrize("order", ["zigzag", slow("contiguous"), slow("striped")])
+def test_keys_around_rings_come_to_their_places(order, monkeypatch):
+    rings = Rings({"context": (2, 2)})
+    found = Transports(weights=rings, gradients=rings)
+    monkeypatch.setattr(gathered, "transports_for", lambda mesh, axes: found)
+    run = mapped(context.attention, f"context=4,context_order={order}")
+    assert_equal(with_gradients(run, qkv()), expected(N))
 
 
 def attention_by_hand(q, k, v, segments, window):

@@ -22,7 +22,7 @@ from meshpar.collectives.transport import (
 )
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.remat import ATTENTION
-from meshpar.layouts.token_order import device_order, in_natural_order
+from meshpar.layouts.token_order import ZIGZAG, device_order, in_natural_order
 from meshpar.mesh.platform import TPU, traced_platform
 from meshpar.ops.attention_kernels import (
     SEGMENT_NAMES,
@@ -152,14 +152,22 @@ def _joined(groups: Sequence[Array], ways: int) -> Array:
 
 def _gather(kv: Array, transports: Transports) -> Array:
     """Keys and values of whole sequences in their own order: [2, B, L, K, H]."""
-    wide = widened(kv)
-    dim, axes, why = kv.ndim + _LENGTH, (CONTEXT,), "keys and values of whole sequences"
+    wide, dim, axes = widened(kv), kv.ndim + _LENGTH, (CONTEXT,)
     there, back = transports.weights, transports.gradients
+    order, num = scope_in_use().layout.token_order, num_ranks()
+    natural = functools.partial(in_natural_order, order=order, num=num, dim=dim)
 
     def gather(x: Array) -> Array:
-        return there.all_gather(x, axes, dim)
+        if order == ZIGZAG and there.covers(axes):
+            # Each half of a part comes to its place at once.
+            return there.all_gather(x, axes, dim, folded=True)
+        return natural(there.all_gather(x, axes, dim))
 
-    def scatter(x: Array) -> Array:
-        return back.reduce_scatter(x, axes, dim)
+    def scatter(dy: Array) -> Array:
+        if order == ZIGZAG and back.covers(axes):
+            return back.reduce_scatter(dy, axes, dim, folded=True)
+        (dy,) = jax.linear_transpose(natural, dy)(dy)
+        return back.reduce_scatter(dy, axes, dim)
 
-    return _natural(exchanged(wide, gather, scatter, why).astype(kv.dtype), dim)
+    why = "keys and values of whole sequences"
+    return exchanged(wide, gather, scatter, why).astype(kv.dtype)
