@@ -67,16 +67,19 @@ def gathered_attention(
       window: as in `is_seen`.
     """
     transports = transports_for(scope_in_use().mesh, (CONTEXT,))
-    ways, num, kv = 1, 1, jnp.stack([k_BLKH, v_BLKH])
+    ways, num, heads = 1, 1, k_BLKH.shape[_HEADS]
     if transports.gradients is not ONE_SHOT:
         ways = head_ways(scope_in_use())
-        num = next(n for n in (_GROUPS, 2, 1) if kv.shape[_HEADS] // ways % n == 0)
+        num = next(n for n in (_GROUPS, 2, 1) if heads // ways % n == 0)
     segments = None
     if segments_BL is not None:
         segments = segments_BL, _natural(whole_segments(segments_BL), 1)
-    pairs = zip(_groups(q_BLNH, ways, num), _groups(kv, ways, num), strict=True)
-    results = [_attend(q, _gather(kv, transports), segments, window) for q, kv in pairs]
-    return _joined(results, ways)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return _attend(q, _gather(jnp.stack([k, v]), transports), segments, window)
+
+    groups = (_groups(x, ways, num) for x in (q_BLNH, k_BLKH, v_BLKH))
+    return _joined([attend(*one) for one in zip(*groups, strict=True)], ways)
 
 
 def _attend(
