@@ -37,6 +37,7 @@ class Scope:
       remat_used: whether the model called `remat`.
       remat_outside: whether it did where a mix of policies gives none: `policy_of`.
       experts_used: whether the model called `ops.experts.mixture`.
+      heads_used: numbers of heads of keys that `ops.context.attention` saw.
       looped_flops: FLOPs of grouped matmuls, where loops hide their number of rounds.
       marks_rows: whether `ops.vocabulary.lookup` marks rows as varying over `pipe`.
     """
@@ -49,6 +50,7 @@ class Scope:
     remat_used: bool = False
     remat_outside: bool = False
     experts_used: bool = False
+    heads_used: set[int] = dataclasses.field(default_factory=set)
     looped_flops: list[float] = dataclasses.field(default_factory=list)
     marks_rows: bool = True
 
@@ -59,6 +61,7 @@ class Scope:
         self.remat_used |= inner.remat_used
         self.remat_outside |= inner.remat_outside
         self.experts_used |= inner.experts_used
+        self.heads_used |= inner.heads_used
 
 
 _scope = jax.make_user_context(default_value=None)

@@ -5,7 +5,6 @@ way in which a layer exchanges tokens; layer, embedding and head are traced once
 FLOPs. No layout traces the model again.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.errors import MeshparError
-from meshpar.layouts.axes import AXES, CONTEXT, EXPERT
+from meshpar.layouts.axes import AXES
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
@@ -38,7 +37,13 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import on_one_device
-from meshpar.planner.context_sizes import TRACED_CONTEXTS, by_parts, follows
+from meshpar.planner.exchanges import (
+    Law,
+    exchange_of,
+    is_close,
+    law_of,
+    probe_of,
+)
 from meshpar.planner.flops import (
     Flops,
     cudnn_kernel,
@@ -136,29 +141,40 @@ class Facts:
     def _traced(self, remat: str, exchange: Layout) -> tuple[TracedLayer, TracedLayer]:
         """Traces one layer on one device, once for each number of rows in `_ROWS`."""
         key = remat, exchange
-        if key not in self._traces and follows(exchange):
-            self._traces[key] = self._extrapolated(remat, exchange)
-        elif key not in self._traces:
+        if key not in self._traces and (law := self.law_of(exchange)):
+            probe = probe_of(exchange)
+            if probe is None or self._holds(remat, probe, exchange):
+                self._traces[key] = self._by_law(remat, law)
+        if key not in self._traces:
             policies = _TOGETHER if remat in _TOGETHER else (remat,)
             few, many = (self._trace(policies, rows, exchange) for rows in _ROWS)
             for policy in policies:
                 self._traces[policy, exchange] = few[policy], many[policy]
         return self._traces[remat, exchange]
 
-    def _extrapolated(
-        self, remat: str, exchange: Layout
-    ) -> tuple[TracedLayer, TracedLayer]:
-        """`_traced` of a size of `context` that follows from smaller ones."""
-        traced = (
-            self._traced(remat, dataclasses.replace(exchange, context=n))
-            for n in TRACED_CONTEXTS
-        )
+    def law_of(self, exchange: Layout) -> Law | None:
+        """The law by which a layout of exchanges follows; None if it is traced."""
+        exchanges = exchange.context > 1
+        return law_of(exchange, self.used.heads) if exchanges else None
 
-        def scaled(few: TracedLayer, many: TracedLayer) -> TracedLayer:
-            fields = (by_parts(*pair, exchange) for pair in zip(few, many, strict=True))
-            return TracedLayer(*(max(0, round(x)) for x in fields))
+    def _holds(self, remat: str, probe: Layout, exchange: Layout) -> bool:
+        """Whether a law holds for a small size, if another one is asked for."""
+        law = self.law_of(probe)
+        if law is None or probe == exchange:
+            return False
+        pairs = zip(self._traced(remat, probe), self._by_law(remat, law), strict=True)
+        return all(is_close(*pair) for pair in pairs)
 
-        few, many = (scaled(*pair) for pair in zip(*traced, strict=True))
+    def _by_law(self, remat: str, law: Law) -> tuple[TracedLayer, TracedLayer]:
+        """`_traced` of an exchange that follows from others."""
+
+        def summed(*traced: TracedLayer) -> TracedLayer:
+            fields = (law.bytes_of(own) for own in zip(*traced, strict=True))
+            layer = TracedLayer(*(max(0, round(x)) for x in fields))
+            return layer._replace(fused=layer.saved)  # As on several devices.
+
+        every = (self._traced(remat, source) for source in law.sources)
+        few, many = (summed(*own) for own in zip(*every, strict=True))
         return few, many
 
     def _trace(
@@ -282,11 +298,13 @@ class UsedNames(NamedTuple):
       dims: of the dims of activations that it constrains.
       values: of the values that it names for rematerialization.
       vocabulary: whether embedding and loss use the functions of `ops.vocabulary`.
+      heads: numbers of heads of keys that attention has.
     """
 
     dims: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
     vocabulary: bool = False
+    heads: frozenset[int] = frozenset()
 
 
 def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
@@ -303,20 +321,8 @@ def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
     with on_one_device(layout, mesh) as scope:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
     dims = frozenset(name for name in scope.names_used if name)
-    return UsedNames(dims, named_values(jaxpr), len(scope.vocabulary_used) > 1)
-
-
-def exchange_of(layout: Layout) -> Layout:
-    """A layout with only those axes along which a layer exchanges tokens."""
-    names = EXPERT, "axes"
-    if layout.context > 1:
-        names += CONTEXT, "context_mode", "context_order", "context_heads"
-    return _layout_of(tuple((name, getattr(layout, name)) for name in names))
-
-
-@functools.cache
-def _layout_of(fields: tuple[tuple[str, Any], ...]) -> Layout:
-    return Layout(**dict(fields))
+    uses_vocabulary, heads = len(scope.vocabulary_used) > 1, frozenset(scope.heads_used)
+    return UsedNames(dims, named_values(jaxpr), uses_vocabulary, heads)
 
 
 def _floats(params: Params) -> Params:

@@ -1,11 +1,11 @@
 """Collectives inside a layer over `expert` and `context`, scaled from a few traces.
 
 A layer is traced with few rows, and without the axes that split rows alone: what it
-moves grows with the rows. Larger sizes of `context` follow from two small ones
-(`context_sizes`).
+moves grows with the rows. Many layouts follow from others (`exchanges`).
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -13,18 +13,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from meshpar.contracts.written import WrittenCollective
-from meshpar.layouts.axes import AXES, CONTEXT
+from meshpar.layouts.axes import AXES, CONTEXT, EXPERT
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_collectives import layer_collectives
-from meshpar.planner.context_sizes import (
-    TRACED_CONTEXTS,
-    by_parts,
-    by_steps,
-    follows,
-)
-from meshpar.planner.facts import Facts, exchange_of
+from meshpar.planner.exchanges import Law, exchange_of, is_close, probe_of
+from meshpar.planner.facts import Facts
 
 _ROWS = 2
 """Rows of a device that are traced."""
@@ -79,30 +74,48 @@ class LayerMoves:
     def _total(self, exchange: Layout, remat: str, output: bool) -> dict[_Kind, _Total]:
         key = exchange, remat, output
         if key not in self._totals:
-            make = self._scaled if follows(exchange) else self._traced
-            self._totals[key] = make(exchange, remat, output)
+            law, probe = self._facts.law_of(exchange), probe_of(exchange)
+            if law and probe and not self._holds(probe, exchange, remat, output):
+                law = None
+            self._totals[key] = (
+                self._by_law(law, remat, output)
+                if law
+                else self._traced(exchange, remat, output)
+            )
         return self._totals[key]
 
-    def _scaled(
-        self, exchange: Layout, remat: str, output: bool
-    ) -> dict[_Kind, _Total]:
-        few, many = (
-            self._total(dataclasses.replace(exchange, context=n), remat, output)
-            for n in TRACED_CONTEXTS
+    def _holds(self, probe: Layout, exchange: Layout, remat: str, output: bool) -> bool:
+        """Whether a law holds for a small size, if another one is asked for."""
+        law = self._facts.law_of(probe)
+        if law is None or probe == exchange:
+            return False
+        traced = self._total(probe, remat, output)
+        by_law = self._by_law(law, remat, output)
+        return traced.keys() == by_law.keys() and is_close(
+            (traced[key].size for key in traced), (by_law[key].size for key in traced)
         )
-        none = _Total(0.0, 0.0)
-        return {
-            key: _Total(
-                by_steps(few.get(key, none).runs, many.get(key, none).runs, exchange),
-                by_parts(few.get(key, none).size, many.get(key, none).size, exchange),
-            )
-            for key in few | many
-        }
+
+    def _by_law(self, law: Law, remat: str, output: bool) -> dict[_Kind, _Total]:
+        every = [self._total(source, remat, output) for source in law.sources]
+        none, found = _Total(0.0, 0.0), {}
+        for key in dict.fromkeys(itertools.chain(*every)):
+            own = [total.get(key, none) for total in every]
+            runs = law.runs_of(x.runs for x in own)
+            size = law.bytes_of(x.size for x in own)
+            found[key] = _Total(runs, size)
+        # What is summed over all tokens is summed over both axes at once.
+        for key in [key for key in found if key[1] == (CONTEXT,)]:
+            kind, _, *rest = key
+            if found.pop((kind, (EXPERT,), *rest), None):
+                found[kind, (EXPERT, CONTEXT), *rest] = found.pop(key)
+        return found
 
     def _traced(
         self, exchange: Layout, remat: str, output: bool
     ) -> dict[_Kind, _Total]:
         facts, sizes = self._facts, tuple(exchange.sizes.values())
+        if math.prod(sizes) == 1:
+            return {}
         state = facts.optimizer.abstract_state
         plan = make_plan(exchange, facts.model.params, state, facts.compute_dtype)
         devices = np.array(facts.devices[: math.prod(sizes)]).reshape(sizes)

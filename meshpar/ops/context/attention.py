@@ -76,6 +76,8 @@ def _attention(
     q: Array, k: Array, v: Array, segments_BL: Array | None = None, window: int = 0
 ) -> Array:
     scope = scopes.current_scope()
+    if scope is not None:
+        scope.heads_used.add(k.shape[2])
     if scope is not None and q.shape[2] % (ways := head_ways(scope)) == 0:
         k, v = (_heads_for(ways, x) for x in (k, v))
     qkv = q, k, v

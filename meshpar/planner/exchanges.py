@@ -1,0 +1,115 @@
+"""What a layer exchanges under layouts that are not traced, from those that are.
+
+Its runs, and the bytes that it moves and holds, are sums of those of other layouts:
+
+- Sizes of `context` follow from two that are traced. A device holds 1/n of a sequence.
+  With context_mode=allgather it sends (n-1)/n of whole keys and values in n-1 steps,
+  and with ulysses 1/n of its heads and tokens, as long as n divides the heads of keys.
+  Rings run in steps of their own.
+- Under `expert` and `context` together a layer moves tokens along each as it does
+  along that axis alone. Experts with slots for a whole sequence do not, so this law is
+  first held against the trace of a small size (`probe_of`).
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from meshpar.layouts.axes import CONTEXT, EXPERT
+from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
+from meshpar.layouts.layout import Layout
+
+TRACED_CONTEXTS = 2, 4
+"""Sizes of `context` from which those of larger ones follow."""
+
+
+_CLOSE = 0.01
+"""Largest relative difference between a trace and the law that stands in for it."""
+
+
+class Law(NamedTuple):
+    """A layout of exchanges as a sum of others.
+
+    Attributes:
+      sources: the others.
+      bytes: how many times the bytes of each count.
+      runs: how many times the runs of each count.
+    """
+
+    sources: tuple[Layout, ...]
+    bytes: tuple[float, ...]
+    runs: tuple[float, ...]
+
+    def bytes_of(self, values: Iterable[float]) -> float:
+        """Bytes from those of the sources."""
+        return sum(map(operator.mul, self.bytes, values))
+
+    def runs_of(self, values: Iterable[float]) -> float:
+        """Runs from those of the sources."""
+        return sum(map(operator.mul, self.runs, values))
+
+
+def exchange_of(layout: Layout) -> Layout:
+    """A layout with only those axes along which a layer exchanges tokens."""
+    names = EXPERT, "axes"
+    if layout.context > 1:
+        names += CONTEXT, "context_mode", "context_order", "context_heads"
+    return _layout_of(tuple((name, getattr(layout, name)) for name in names))
+
+
+@functools.cache
+def _layout_of(fields: tuple[tuple[str, Any], ...]) -> Layout:
+    return Layout(**dict(fields))
+
+
+def law_of(exchange: Layout, heads: frozenset[int]) -> Law | None:
+    """The law by which a layout of exchanges follows; None if it has to be traced.
+
+    Args:
+      exchange: of `exchange_of`.
+      heads: numbers of heads of keys in the model; empty if it has no attention.
+    """
+    n = exchange.context
+    if exchange.expert > 1 and n > 1:
+        of_tokens = dataclasses.replace(exchange, expert=1)
+        experts, none = (
+            _layout_of(((EXPERT, size), ("axes", exchange.axes)))
+            for size in (exchange.expert, 1)
+        )
+        sources = experts, exchange_of(of_tokens), none
+        return Law(sources, (1 / n, 1.0, -1 / n), (1.0, 1.0, 0.0))
+    low, high = TRACED_CONTEXTS
+    divides = bool(heads) and all(h % n == 0 for h in heads)
+    gathers = exchange.context_mode == ALLGATHER
+    if n <= high or not (gathers or exchange.context_mode == ULYSSES and divides):
+        return None
+    sources = tuple(dataclasses.replace(exchange, context=c) for c in TRACED_CONTEXTS)
+    part = (1 / n - 1 / low) / (1 / low - 1 / high)
+    steps = (n - low) / (high - low)
+    return Law(sources, (1 + part, -part), (1 - steps, steps))
+
+
+def probe_of(exchange: Layout) -> Layout | None:
+    """The small size whose trace shows whether the law holds; None if it always does.
+
+    Args:
+      exchange: of `exchange_of`, which follows by a law.
+    """
+    if exchange.expert == 1 or exchange.context == 1:
+        return None
+    expert, context = map(_least_factor, (exchange.expert, exchange.context))
+    return dataclasses.replace(exchange, expert=expert, context=context)
+
+
+def _least_factor(size: int) -> int:
+    """The smallest factor of a size that is not 1."""
+    return next(factor for factor in range(2, size + 1) if size % factor == 0)
+
+
+def is_close(traced: Iterable[float], by_law: Iterable[float]) -> bool:
+    """Whether values by a law are those of a trace."""
+    pairs = zip(traced, by_law, strict=True)
+    return all(math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1.0) for a, b in pairs)
