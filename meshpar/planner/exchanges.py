@@ -1,4 +1,4 @@
-"""What a layer exchanges under layouts that are not traced, from those that are.
+"""Laws by which the exchanges of a layer follow from those that are traced.
 
 Its runs, and the bytes that it moves and holds, are sums of those of other layouts:
 
