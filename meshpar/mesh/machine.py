@@ -80,7 +80,7 @@ class Machine:
         arrays; infinite where the memory is the program's all the time.
       slowdown: measured over predicted seconds of a step; 1 without measurements.
       idle: seconds in which a GPU runs no kernel, for each pass over a layer.
-      attention: of cuDNN.
+      attention: the speed of cuDNN's, on GPUs.
     """
 
     devices: tuple[jax.Device, ...]
@@ -136,8 +136,14 @@ class Machine:
         return Link(2 * chip.link_bandwidth, chip.link_latency, ways=2)
 
 
-_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "cpu": 1.0}
-_EFFICIENCY |= {"h100": 0.739, "h200": 0.708}
+_EFFICIENCY = {
+    "v5e": 1.0,
+    "v5p": 0.85,
+    "v6e": 0.6,
+    "h100": 0.739,
+    "h200": 0.708,
+    "cpu": 1.0,
+}
 """{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others.
 
 The peak of a CPU is what matmuls reached on one, and GPUs' are fitted to steps measured

@@ -25,7 +25,6 @@ from meshpar.layouts.layout import Layout
 TRACED_CONTEXTS = 2, 4
 """Sizes of `context` from which those of larger ones follow."""
 
-
 _CLOSE = 0.01
 """Largest relative difference between a trace and the law that stands in for it."""
 
