@@ -29,6 +29,7 @@ from meshpar.mesh.machine import ATTENTION, Attention, Machine, machine_of
 from meshpar.planner import seconds
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
+from meshpar.planner.seconds import Factors
 from meshpar.runs import programs
 
 FILE = pathlib.Path(__file__).with_name("measured_gpus.json")
@@ -108,13 +109,16 @@ class Rates(NamedTuple):
         factors = seconds.ON_GPUS
         return cls(*matmuls, *ATTENTION, factors.held, factors.saved)
 
-    def of(self, machine: Machine) -> Machine:
-        """A machine with these numbers; those of bytes go into `seconds.ON_GPUS`."""
-        factors = {"held": self.held, "saved": self.saved}
-        seconds.ON_GPUS = seconds.ON_GPUS._replace(**factors)
+    @property
+    def factors(self) -> Factors:
+        """The factors of GPUs with these numbers."""
+        return seconds.ON_GPUS._replace(held=self.held, saved=self.saved)
+
+    def machine(self, like: Machine) -> Machine:
+        """A machine with these numbers."""
         return dataclasses.replace(
-            machine,
-            efficiency=getattr(self, machine.chip.name),
+            like,
+            efficiency=getattr(self, like.chip.name),
             attention=Attention(self.narrow, self.wide, self.edge),
         )
 
@@ -143,11 +147,15 @@ class Fit:
         Args:
           rates: numbers to predict with [len(Rates._fields)].
         """
-        found = []
-        for made, layout in zip(self._made, self._layouts, strict=True):
-            made.machine = Rates(*rates).of(made.machine)
-            terms = made.candidate(layout).seconds
-            found.append([1e3 * terms.total, 1e3 * terms.kernels])
+        own, found, in_use = Rates(*rates), [], seconds.ON_GPUS
+        try:
+            seconds.ON_GPUS = own.factors
+            for made, layout in zip(self._made, self._layouts, strict=True):
+                made.machine = own.machine(made.machine)
+                terms = made.candidate(layout).seconds
+                found.append([1e3 * terms.total, 1e3 * terms.kernels])
+        finally:
+            seconds.ON_GPUS = in_use
         return np.array(found)
 
     def fitted(self, rows: Sequence[int]) -> np.ndarray:

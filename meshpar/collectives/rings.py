@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
@@ -75,22 +76,21 @@ def torus_all_gather(
             if step:
                 x = lax.ppermute(x, axis, pairs)
             number = (place - step) % size
-            for piece, start in _pieces(number, size, length, folded):
-                own = lax.slice_in_dim(x, piece.start, piece.stop, axis=dim)
-                out = lax.dynamic_update_slice_in_dim(out, own, start, dim)
+            pieces = jnp.split(x, 2, dim) if folded else [x]
+            for piece, start in zip(
+                pieces, _starts(number, size, length, folded), strict=True
+            ):
+                out = lax.dynamic_update_slice_in_dim(out, piece, start, dim)
         x = out
     return x
 
 
-def _pieces(
-    number: Array, size: int, length: int, folded: bool
-) -> list[tuple[slice, Array]]:
-    """(piece of a part, its start in the whole) of one of `size` parts."""
+def _starts(number: Array, size: int, length: int, folded: bool) -> list[Array]:
+    """Where one of `size` parts begins in the whole; folded, where its halves do."""
     if not folded:
-        return [(slice(0, length), number * length)]
+        return [number * length]
     half = length // 2
-    late = (2 * size - 1 - number) * half
-    return [(slice(0, half), number * half), (slice(half, length), late)]
+    return [number * half, (2 * size - 1 - number) * half]
 
 
 def ring_reduce_scatter(x: Array, axis: str, dim: int = 0) -> Array:
@@ -199,13 +199,12 @@ def _cut(
     """The parts of an array, for `_reduce`."""
     size = ring[1]
     length = x.shape[dim] // size
+    piece = length // 2 if folded else length
 
     def part(number: Array, total: Array | None) -> Array:
-        pieces = [
-            lax.dynamic_slice_in_dim(x, start, piece.stop - piece.start, dim)
-            for piece, start in _pieces(number, size, length, folded)
-        ]
-        own = pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
+        starts = _starts(number, size, length, folded)
+        pieces = [lax.dynamic_slice_in_dim(x, start, piece, dim) for start in starts]
+        own = lax.concatenate(pieces, dim) if folded else pieces[0]
         return own if total is None else total + own
 
     return part

@@ -8,15 +8,15 @@ Its runs, and the bytes that it moves and holds, are sums of those of other layo
   Rings run in steps of their own.
 - Under `expert` and `context` together a layer moves tokens along each as it does
   along that axis alone. Experts with slots for a whole sequence do not, so this law is
-  first held against the trace of a small size (`probe_of`).
+  first held against the trace of the smallest sizes (`by_law`).
 """
 
 import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
@@ -27,6 +27,9 @@ TRACED_CONTEXTS = 2, 4
 
 _CLOSE = 0.01
 """Largest relative difference between a trace and the law that stands in for it."""
+
+
+T = TypeVar("T")
 
 
 class Law(NamedTuple):
@@ -91,16 +94,34 @@ def law_of(exchange: Layout, heads: frozenset[int]) -> Law | None:
     return Law(sources, (1 + part, -part), (1 - steps, steps))
 
 
-def probe_of(exchange: Layout) -> Layout | None:
-    """The small size whose trace shows whether the law holds; None if it always does.
+def by_law(
+    exchange: Layout,
+    law_of: Callable[[Layout], Law | None],
+    traced: Callable[[Layout], T],
+    summed: Callable[[Law], T],
+    numbers: Callable[[T], Mapping[Any, float]],
+) -> T | None:
+    """Facts of a layout of exchanges that follow by a law; None if it is to be traced.
 
     Args:
-      exchange: of `exchange_of`, which follows by a law.
+      exchange: of `exchange_of`.
+      law_of: the law of a layout of exchanges, if there is one.
+      traced: facts of a layout of exchanges, such as those that `summed` adds up.
+      summed: the facts that a law makes of others.
+      numbers: those of facts, by which a law is held against a trace.
     """
-    if exchange.expert == 1 or exchange.context == 1:
+    law = law_of(exchange)
+    if law is None:
         return None
-    expert, context = map(_least_factor, (exchange.expert, exchange.context))
-    return dataclasses.replace(exchange, expert=expert, context=context)
+    if exchange.expert > 1:
+        expert, context = map(_least_factor, (exchange.expert, exchange.context))
+        probe = dataclasses.replace(exchange, expert=expert, context=context)
+        own = law_of(probe)
+        if probe == exchange or own is None:
+            return None
+        if not _are_close(numbers(traced(probe)), numbers(summed(own))):
+            return None
+    return summed(law)
 
 
 def _least_factor(size: int) -> int:
@@ -108,7 +129,9 @@ def _least_factor(size: int) -> int:
     return next(factor for factor in range(2, size + 1) if size % factor == 0)
 
 
-def is_close(traced: Iterable[float], by_law: Iterable[float]) -> bool:
-    """Whether values by a law are those of a trace."""
-    pairs = zip(traced, by_law, strict=True)
-    return all(math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1.0) for a, b in pairs)
+def _are_close(some: Mapping[Any, float], others: Mapping[Any, float]) -> bool:
+    """Whether two sets of numbers have the same names and nearly the same values."""
+    return some.keys() == others.keys() and all(
+        math.isclose(some[name], others[name], rel_tol=_CLOSE, abs_tol=1.0)
+        for name in some
+    )

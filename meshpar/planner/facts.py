@@ -37,13 +37,7 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import on_one_device
-from meshpar.planner.exchanges import (
-    Law,
-    exchange_of,
-    is_close,
-    law_of,
-    probe_of,
-)
+from meshpar.planner.exchanges import Law, by_law, exchange_of, law_of
 from meshpar.planner.flops import (
     Flops,
     cudnn_kernel,
@@ -141,10 +135,13 @@ class Facts:
     def _traced(self, remat: str, exchange: Layout) -> tuple[TracedLayer, TracedLayer]:
         """Traces one layer on one device, once for each number of rows in `_ROWS`."""
         key = remat, exchange
-        if key not in self._traces and (law := self.law_of(exchange)):
-            probe = probe_of(exchange)
-            if probe is None or self._holds(remat, probe, exchange):
-                self._traces[key] = self._by_law(remat, law)
+        if key not in self._traces:
+            own = (
+                functools.partial(self._traced, remat),
+                functools.partial(self._summed, remat),
+            )
+            if found := by_law(exchange, self.law_of, *own, _numbers):
+                self._traces[key] = found
         if key not in self._traces:
             policies = _TOGETHER if remat in _TOGETHER else (remat,)
             few, many = (self._trace(policies, rows, exchange) for rows in _ROWS)
@@ -157,15 +154,7 @@ class Facts:
         exchanges = exchange.context > 1
         return law_of(exchange, self.used.heads) if exchanges else None
 
-    def _holds(self, remat: str, probe: Layout, exchange: Layout) -> bool:
-        """Whether a law holds for a small size, if another one is asked for."""
-        law = self.law_of(probe)
-        if law is None or probe == exchange:
-            return False
-        pairs = zip(self._traced(remat, probe), self._by_law(remat, law), strict=True)
-        return all(is_close(*pair) for pair in pairs)
-
-    def _by_law(self, remat: str, law: Law) -> tuple[TracedLayer, TracedLayer]:
+    def _summed(self, remat: str, law: Law) -> tuple[TracedLayer, TracedLayer]:
         """`_traced` of an exchange that follows from others."""
 
         def summed(*traced: TracedLayer) -> TracedLayer:
@@ -289,6 +278,15 @@ class Facts:
             return jax.ShapeDtypeStruct(x.shape, dtype)
 
         return jax.tree.map(cast, tree)
+
+
+def _numbers(traced: tuple[TracedLayer, TracedLayer]) -> dict[tuple[int, str], float]:
+    """{(index, name): bytes} of traces with few and with many rows."""
+    return {
+        (i, name): size
+        for i, layer in enumerate(traced)
+        for name, size in layer._asdict().items()
+    }
 
 
 class UsedNames(NamedTuple):

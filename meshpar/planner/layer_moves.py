@@ -18,7 +18,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_collectives import layer_collectives
-from meshpar.planner.exchanges import Law, exchange_of, is_close, probe_of
+from meshpar.planner.exchanges import Law, by_law, exchange_of
 from meshpar.planner.facts import Facts
 
 _ROWS = 2
@@ -74,28 +74,19 @@ class LayerMoves:
     def _total(self, exchange: Layout, remat: str, output: bool) -> dict[_Kind, _Total]:
         key = exchange, remat, output
         if key not in self._totals:
-            law, probe = self._facts.law_of(exchange), probe_of(exchange)
-            if law and probe and not self._holds(probe, exchange, remat, output):
-                law = None
-            self._totals[key] = (
-                self._by_law(law, remat, output)
-                if law
-                else self._traced(exchange, remat, output)
+            found = by_law(
+                exchange,
+                self._facts.law_of,
+                lambda source: self._total(source, remat, output),
+                lambda law: self._summed(law, remat, output),
+                lambda totals: {kind: total.size for kind, total in totals.items()},
             )
+            if found is None:
+                found = self._traced(exchange, remat, output)
+            self._totals[key] = found
         return self._totals[key]
 
-    def _holds(self, probe: Layout, exchange: Layout, remat: str, output: bool) -> bool:
-        """Whether a law holds for a small size, if another one is asked for."""
-        law = self._facts.law_of(probe)
-        if law is None or probe == exchange:
-            return False
-        traced = self._total(probe, remat, output)
-        by_law = self._by_law(law, remat, output)
-        return traced.keys() == by_law.keys() and is_close(
-            (traced[key].size for key in traced), (by_law[key].size for key in traced)
-        )
-
-    def _by_law(self, law: Law, remat: str, output: bool) -> dict[_Kind, _Total]:
+    def _summed(self, law: Law, remat: str, output: bool) -> dict[_Kind, _Total]:
         every = [self._total(source, remat, output) for source in law.sources]
         none, found = _Total(0.0, 0.0), {}
         for key in dict.fromkeys(itertools.chain(*every)):

@@ -115,6 +115,16 @@ def test_tpu_mixtures_keep_the_contract(routing):
 
 @pytest.mark.slow
 @tpu
+def test_gradients_of_one_shape_and_two_splits_stay_where_they_are():
+    """The compiler sent their scale, one number, from one split to the other."""
+    config = with_settings(small(), ["model.mlp=512"])  # As wide as the activations.
+    layout = meshpar.layouts.parse("data=2,tensor=4,microbatches=4,remat=full")
+    program = config.make_program(layout, mesh.topology("v5p:2x2x2"))
+    assert program.violations() == []
+
+
+@pytest.mark.slow
+@tpu
 def test_tpu_programs_sum_over_rows_of_tensor_in_each_microbatch():
     program = with_settings(small(), ["model.depth=32"]).make_program(
         meshpar.layouts.parse("data=2,tensor=4,microbatches=4,remat=full,layers=fsdp"),

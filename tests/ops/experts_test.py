@@ -10,6 +10,7 @@ import pytest
 from support.marks import slow
 
 from meshpar.errors import MeshparError
+from meshpar.jaxprs.walk import equations
 from meshpar.ops import experts
 from meshpar.ops.experts import dropless
 from meshpar.ops.experts.capacity import run_with_capacity
@@ -22,7 +23,7 @@ from meshpar.ops.experts.grouped_matmul import (
     in_blocks,
 )
 from meshpar.ops.experts.rows import ZEROS, Missing, inverse_index, take_rows
-from meshpar.ops.experts.statistics import Lost, statistics_of
+from meshpar.ops.experts.statistics import Lost, Statistics, statistics_of
 
 B, L, D, F, E = 2, 8, 6, 10, 4
 CAPACITY = experts.MixtureConfig(E, 2, capacity_factor=1.0)
@@ -311,3 +312,15 @@ def test_bad_configurations_are_refused():
             experts.MixtureConfig(**{"num_experts": E, **values})
     with pytest.raises(MeshparError, match="does not divide sequences of 8"):
         experts.MixtureConfig(E, group=3).capacity(8)
+
+
+def test_gradients_of_the_largest_loads_compare_nothing():
+    """They are zero; what a comparison reads would be computed and summed again."""
+
+    def total(own, earlier):
+        return jnp.sum(Statistics(*own).after(earlier))
+
+    args = jnp.arange(7.0), jnp.ones(7)
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(*args)
+    names = {eqn.primitive.name for eqn in equations(jaxpr.jaxpr)}
+    assert not names & {"eq", "gt", "lt", "select_n"}

@@ -1,5 +1,6 @@
 """The planner predicts time and memory of steps that were measured on cards."""
 
+import dataclasses
 import math
 
 import jax
@@ -74,6 +75,23 @@ def test_narrow_heads_and_short_sequences_are_slower():
     assert machine.attention_flops(32, 4096) == narrow
     assert machine.attention_flops(256, 4096) == wide
     assert machine.attention_flops(128, 2048) < wide
+
+
+def test_matmuls_in_float8_are_faster_where_the_chip_has_them():
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_models.batch()
+    )
+    devices, model = jax.devices()[:1], tiny_models.model(float8=True)
+    facts = Facts(model, optax.adam(1e-2), rows, jnp.bfloat16, devices)
+    assert 0 < facts.flops.float8 <= facts.flops.layer
+    chip = CHIPS["h200"]
+    fast, slow = (
+        Candidates(facts, machine_of(devices, chip=one)).candidate(parse("data=1"))
+        for one in (chip, dataclasses.replace(chip, float8_speed=1.0))
+    )
+    rate = machine_of(devices, chip=chip).flops
+    saved = 3 * model.layered.depth * tiny_models.BATCH * facts.flops.float8 / 2 / rate
+    assert slow.seconds.layers - fast.seconds.layers == pytest.approx(saved)
 
 
 def test_layers_without_a_loop_make_no_stacks():
