@@ -61,8 +61,8 @@ class Statistics(NamedTuple):
         """This mixture and earlier ones, packed: sums, and the largest loads."""
         before = Statistics.unpacked(earlier)
         sums = Statistics(*map(jnp.add, self, before))
-        # Gradients of the largest loads would be computed, though all are zero, and
-        # with them the loads again.
+        # The largest loads have no gradients. Otherwise zeros would be computed, and
+        # the loads a second time for them.
         now, before = lax.stop_gradient((self, before))
         largest = {
             name: jnp.maximum(getattr(now, name), getattr(before, name))
