@@ -155,8 +155,8 @@ class GroupedRows(NamedTuple):
     split: int = 0
 
 
-def grouped_rows(fn: Callable, weights: Any, x: Any, *rest: Any) -> GroupedRows:
-    """The rows that the grouped matmuls of fn(weights, x, ...) read and write."""
+def grouped_rows(jaxpr: Any, x: Any) -> GroupedRows:
+    """The rows that the grouped matmuls of a layer of activations x read and write."""
     embed = jax.tree.leaves(x)[0].shape[-1]
 
     def rows(jaxpr: Any) -> np.ndarray:
@@ -175,5 +175,4 @@ def grouped_rows(fn: Callable, weights: Any, x: Any, *rest: Any) -> GroupedRows:
             total[int(aval.shape[-1] != embed)] += num_bytes(aval)
         return total
 
-    found = rows(jax.make_jaxpr(fn)(weights, x, *rest).jaxpr)
-    return GroupedRows(*map(int, found))
+    return GroupedRows(*map(int, rows(jaxpr)))

@@ -1,21 +1,24 @@
 """Traces one layer of a model, for the bytes that it holds."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar.arrays import Array, abstract, abstract_layer, vary
+from meshpar.arrays import Array, Params, abstract, abstract_layer, vary
 from meshpar.layouts import layer_uses
 from meshpar.layouts.axes import PIPE, REPLICA, TENSOR, TOKEN_AXES, in_use, ways_of
+from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average, segments
 from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
 from meshpar.layouts.remat import KEEPS_MATMULS, NONE
-from meshpar.layouts.scope import with_policy
+from meshpar.layouts.scope import current_scope, with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_residuals import (
     deferred_bytes,
@@ -30,6 +33,8 @@ from meshpar.mesh.platform import platform_of
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
 from meshpar.replicated import map_rows
+
+T = TypeVar("T")
 
 
 class TracedLayer(NamedTuple):
@@ -86,11 +91,12 @@ def trace_unpadded(
     layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any
 ) -> TracedLayer:
     """`trace_layer` without padding in saved values; takes the same arguments."""
-    remat = plan.layout.remat
+    remat, args = plan.layout.remat, (layered, plan, mesh, batch)
     policies = {policy for policy, _ in segments(remat, layered.depth)}
-    # Only pipelines split the backward pass of a layer.
-    pipes = plan.layout.pipe > 1
-    traced = trace_policies(layered, plan, mesh, batch, policies, pipes)
+    traced = trace_policies(*args, policies)
+    if plan.layout.pipe > 1:
+        for policy, size in trace_deferred(*args, policies).items():
+            traced[policy] = traced[policy]._replace(deferred=size)
     return average_layer(remat, layered.depth, traced.__getitem__)
 
 
@@ -106,12 +112,7 @@ def average_layer(
 
 
 def trace_policies(
-    layered: LayeredModel,
-    plan: Plan,
-    mesh: Mesh,
-    batch: Any,
-    policies: Iterable[str],
-    splits_backward: bool = True,
+    layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any, policies: Iterable[str]
 ) -> dict[str, TracedLayer]:
     """`trace_unpadded` for each of several policies of rematerialization.
 
@@ -121,34 +122,99 @@ def trace_policies(
       mesh: as in `trace_layer`.
       batch: as in `trace_layer`.
       policies: the policies.
-      splits_backward: whether `deferred` is wanted; it is 0 otherwise.
+
+    Returns:
+      {policy: bytes}; `deferred` is 0, as few layouts need it (`trace_deferred`).
     """
-    layout, mesh = plan.layout, _one_stage(mesh)
+    mesh = _one_stage(mesh)
+
+    def trace(call: _LayerCall, shards: int) -> dict[str, TracedLayer]:
+        of_policy = _trace(layered, plan, mesh, shards, call)
+        return {policy: of_policy(policy) for policy in policies}
+
+    return _in_trace(layered, plan, mesh, batch, trace)
+
+
+def trace_deferred(
+    layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any, policies: Iterable[str]
+) -> dict[str, int]:
+    """{policy: `TracedLayer.deferred`}; takes the arguments of `trace_policies`."""
+    if _exchanges(plan.layout):  # Schedules that split the backward pass refuse these.
+        return dict.fromkeys(policies, 0)
+    mesh = _one_stage(mesh)
+
+    def trace(call: _LayerCall, shards: int) -> dict[str, int]:
+        lanes, ways = lanes_of(mesh), shards * plan.layout.tensor
+        layer, _ = _written(layered.layer, *call.args)
+        args = frozenset(plan.gradients), *call.args
+        return {
+            policy: deferred_bytes(
+                lanes, with_policy(layer, policy), *args, kept=layered.kept
+            )
+            // ways
+            for policy in policies
+        }
+
+    return _in_trace(layered, plan, mesh, batch, trace)
+
+
+class _LayerCall(NamedTuple):
+    """Arguments of embedding, layer and head in a trace.
+
+    Attributes:
+      shared: weights outside the stack.
+      args: the layer's weights, its activations, a key, and its context.
+      rows: of the batch.
+      key: a key.
+    """
+
+    shared: Params
+    args: tuple[Any, ...]
+    rows: Any
+    key: Array
+
+
+def _exchanges(layout: Layout) -> bool:
+    """Whether a layer follows the tokens of each device: experts, or attention."""
+    return layout.expert > 1 or layout.context > 1
+
+
+def _in_trace(
+    layered: LayeredModel,
+    plan: Plan,
+    mesh: Mesh,
+    batch: Any,
+    trace: Callable[[_LayerCall, int], T],
+) -> T:
+    """trace(call of a layer with a microbatch, number of devices whose rows it has).
+
+    It runs where the model is traced: under its layout, on the part of one device if
+    the layer exchanges tokens.
+    """
+    layout = plan.layout
     shared, stack = layered.split(abstract(plan.weights))
     rows = map_rows(lambda x: _microbatch(x, layout.microbatches), batch)
-    # Mixtures of experts and attention follow the tokens of each device.
-    by_device = layout.expert > 1 or layout.context > 1
-    axes = in_use(TOKEN_AXES, mesh.shape) if by_device else ()
-    # Schedules that split the backward pass refuse these axes.
-    splits_backward &= not by_device
-    traced: dict[str, TracedLayer] = {}
+    axes = in_use(TOKEN_AXES, mesh.shape) if _exchanges(layout) else ()
+    found: list[T] = []
 
     def run(*args: Any) -> Array:
         *weights, rows, key = args
         if axes:  # Marked here, or each use would make a copy that counts as saved.
             weights = jax.tree.map(lambda x: vary(x, axes), weights)
+        shared, layer = weights
         with model_scope(layout, mesh, axes):
-            shards = 1 if axes else layout.num_token_shards
-            deferred = splits_backward
-            trace = _trace(layered, plan, mesh, shards, deferred, *weights, rows, key)
-            traced.update({policy: trace(policy) for policy in policies})
+            x, context = (
+                f(shared, rows, key) for f in (layered.embed, layered.context)
+            )
+            call = _LayerCall(shared, (layer, x, key, context), rows, key)
+            found.append(trace(call, 1 if axes else layout.num_token_shards))
         return jnp.zeros(())
 
     with jax.set_mesh(mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
         args = shared, abstract_layer(stack), rows, key
         jax.eval_shape(_on_one_device(run, layered, plan, rows, axes), *args)
-    return traced
+    return found[-1]
 
 
 def _one_stage(mesh: Mesh) -> Mesh:
@@ -202,29 +268,17 @@ def _on_one_device(
 
 
 def _trace(
-    layered: LayeredModel,
-    plan: Plan,
-    mesh: Mesh,
-    token_shards: int,
-    splits_backward: bool,
-    shared: Any,
-    layer_weights: Any,
-    rows: Any,
-    key: Array,
+    layered: LayeredModel, plan: Plan, mesh: Mesh, token_shards: int, call: _LayerCall
 ) -> Callable[[str], TracedLayer]:
     """A function of a policy that traces the layer, on the rows of several devices."""
     lanes, ways = lanes_of(mesh), token_shards * plan.layout.tensor
-
-    def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
-        return layered.layer(weights, x, key, context)
-
-    x = layered.embed(shared, rows, key)
-    context = layered.context(shared, rows, key)
-    trained, kept = frozenset(plan.gradients), layered.kept
-    args = trained, layer_weights, x, key, context
+    shared, _, rows, key = call
+    x = call.args[1]
+    layer, jaxpr = _written(layered.layer, *call.args)
+    args, kept = (frozenset(plan.gradients), *call.args), layered.kept
     held = residuals_of(layer, *args, kept=kept)
     logits = logits_bytes(layered, shared, x, rows, key)
-    grouped = grouped_rows(layer, layer_weights, x, key, context)
+    grouped = grouped_rows(jaxpr, x)
     largest = largest_weight(layered, plan)
     of_head = layered.read_by_head_alone(shared, rows, key)
     sizes = (whole_bytes(plan.weights[path], plan.layout.sizes) for path in of_head)
@@ -240,7 +294,6 @@ def _trace(
         saved_bytes = fused = tree_bytes(saved)
         if policy == NONE and fuses:
             fused = fused_bytes(layer, *args, kept=kept)
-        split = deferred_bytes(lanes, own, *args, kept=kept) if splits_backward else 0
         return TracedLayer(
             x=tree_bytes(x) // ways,
             saved=saved_bytes // ways,
@@ -248,7 +301,7 @@ def _trace(
             running=tree_bytes(held) // ways,
             grouped=grouped.split // ways,
             grouped_whole=grouped.whole // ways,
-            deferred=split // ways,
+            deferred=0,
             padding=padding // ways,
             logits=logits // token_shards // logits_ways(layered, plan),
             largest=largest,
@@ -256,6 +309,26 @@ def _trace(
         )
 
     return of_policy
+
+
+def _written(layer: Callable, *args: Any) -> tuple[Callable, Any]:
+    """(a function that runs the jaxpr of layer(*args), the jaxpr).
+
+    The model's own code then runs once, for all policies. A layer with marks of its own
+    (`layouts.remat`) follows each policy in another way, and is returned as it is.
+    """
+    scope = current_scope()
+    layout = dataclasses.replace(scope.layout, remat=NONE)
+    with model_scope(layout, scope.mesh, scope.manual_axes) as own:
+        closed, out = jax.make_jaxpr(layer, return_shape=True)(*args)
+    if own.remat_used:
+        return layer, closed.jaxpr
+    run, tree = jaxpr_as_fun(closed), jax.tree.structure(out)
+
+    def written(*args: Any) -> Any:
+        return jax.tree.unflatten(tree, run(*jax.tree.leaves(args)))
+
+    return written, closed.jaxpr
 
 
 def logits_ways(layered: LayeredModel, plan: Plan) -> int:

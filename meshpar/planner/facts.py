@@ -27,6 +27,7 @@ from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_trace import (
     TracedLayer,
     average_layer,
+    trace_deferred,
     trace_policies,
     with_padding,
 )
@@ -88,6 +89,7 @@ class Facts:
         self._transformation, self.devices = optimizer, devices
         self._optimizers: dict[int, Optimizer] = {}
         self._traces: dict[tuple[str, Layout], tuple[TracedLayer, TracedLayer]] = {}
+        self._sizes_deferred: dict[str, tuple[int, int]] = {}
         self._layers: dict[tuple, TracedLayer] = {}
 
     @property
@@ -143,11 +145,27 @@ class Facts:
             if found := by_law(exchange, self.law_of, *own, _numbers):
                 self._traces[key] = found
         if key not in self._traces:
-            policies = _TOGETHER if remat in _TOGETHER else (remat,)
-            few, many = (self._trace(policies, rows, exchange) for rows in _ROWS)
+            policies = _together(remat)
+            few, many = (
+                trace_policies(*self._traced_with(rows, exchange), policies)
+                for rows in _ROWS
+            )
             for policy in policies:
                 self._traces[policy, exchange] = few[policy], many[policy]
         return self._traces[remat, exchange]
+
+    def _deferred(self, remat: str, exchange: Layout) -> tuple[int, int]:
+        """`TracedLayer.deferred` for each number of rows in `_ROWS`."""
+        if math.prod(exchange.sizes.values()) > 1:
+            return 0, 0  # Schedules that split the backward pass refuse exchanges.
+        if remat not in self._sizes_deferred:
+            policies = _together(remat)
+            few, many = (
+                trace_deferred(*self._traced_with(rows, exchange), policies)
+                for rows in _ROWS
+            )
+            self._sizes_deferred |= {p: (few[p], many[p]) for p in policies}
+        return self._sizes_deferred[remat]
 
     def law_of(self, exchange: Layout) -> Law | None:
         """The law by which a layout of exchanges follows; None if it is traced."""
@@ -166,16 +184,14 @@ class Facts:
         few, many = (summed(*own) for own in zip(*every, strict=True))
         return few, many
 
-    def _trace(
-        self, policies: Sequence[str], rows: int, exchange: Layout
-    ) -> dict[str, TracedLayer]:
+    def _traced_with(self, rows: int, exchange: Layout) -> tuple[Any, ...]:
+        """The first arguments of `trace_policies`."""
         state = self.optimizer.abstract_state
         plan = make_plan(exchange, self.model.params, state, self.compute_dtype)
         sizes = tuple(exchange.sizes.values())
         devices = np.array(self.devices[: math.prod(sizes)]).reshape(sizes)
         mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-        batch = self.batch_of(rows * exchange.expert)
-        return trace_policies(self.layered, plan, mesh, batch, policies)
+        return self.layered, plan, mesh, self.batch_of(rows * exchange.expert)
 
     def layer(self, layout: Layout, rows: float, ways: int) -> TracedLayer:
         """Bytes of one layer on one device.
@@ -188,9 +204,8 @@ class Facts:
           ways: devices along `tensor`, which split features or rows.
         """
         by_features = ways > 1 and not splits_rows(layout.layers)
-        return self._layer_of(
-            layout.remat, rows, ways, by_features, exchange_of(layout)
-        )
+        exchange, pipes = exchange_of(layout), layout.pipe > 1
+        return self._layer_of(layout.remat, rows, ways, by_features, exchange, pipes)
 
     def _layer_of(self, *key: Any) -> TracedLayer:
         if key not in self._layers:
@@ -198,15 +213,27 @@ class Facts:
         return self._layers[key]
 
     def _layer(
-        self, remat: str, rows: float, ways: int, by_features: bool, exchange: Layout
+        self,
+        remat: str,
+        rows: float,
+        ways: int,
+        by_features: bool,
+        exchange: Layout,
+        pipes: bool,
     ) -> TracedLayer:
         if is_mix(remat):
 
             def of_policy(policy: str) -> TracedLayer:
-                return self._layer_of(policy, rows, ways, by_features, exchange)
+                return self._layer_of(policy, rows, ways, by_features, exchange, pipes)
 
             return average_layer(remat, self.layered.depth, of_policy)
         few, many = self._traced(remat, exchange)
+        if pipes:
+            sizes = self._deferred(remat, exchange)
+            few, many = (
+                layer._replace(deferred=size)
+                for layer, size in zip((few, many), sizes, strict=True)
+            )
         scale = (rows * exchange.context - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
 
         def grown(name: str) -> int:
@@ -278,6 +305,11 @@ class Facts:
             return jax.ShapeDtypeStruct(x.shape, dtype)
 
         return jax.tree.map(cast, tree)
+
+
+def _together(remat: str) -> tuple[str, ...]:
+    """The policies that are traced with one of them."""
+    return _TOGETHER if remat in _TOGETHER else (remat,)
 
 
 def _numbers(traced: tuple[TracedLayer, TracedLayer]) -> dict[tuple[int, str], float]:

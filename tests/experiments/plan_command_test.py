@@ -142,7 +142,7 @@ def test_a_run_takes_the_planners_layout_and_goes_on_with_it(auto, tmp_path, com
     assert "layout=auto plans again: batch_size was " in other.out
     # The planner takes the measured steps as they are.
     small = (
-        *("--recipe=tiny", "--devices=2", "--set=model.vocab=64"),
+        *("--recipe=tiny", "--devices=2", "--set=model.vocab=64", "--top=2"),
         *("--forbid=pipe,tensor,context", "--require=remat=none"),
     )
     plain, slower = (

@@ -35,8 +35,10 @@ def test_flops_count_loops_and_grouped_matmuls():
     batched = jax.make_jaxpr(jax.vmap(jax.lax.ragged_dot))(*args)
     assert matmul_flops(batched.jaxpr) == 2 * 2 * 6 * 4 * 5
     # Rows read, as wide as the activations, and written, of each of two calls.
-    twice = grouped_rows(lambda _, x: (grouped(x), grouped(x)), {}, rows)
-    assert twice == GroupedRows(whole=2 * 4 * 6 * 4, split=2 * 4 * 6 * 5)
+    twice = jax.make_jaxpr(lambda x: (grouped(x), grouped(x)))(rows).jaxpr
+    assert grouped_rows(twice, rows) == GroupedRows(
+        whole=2 * 4 * 6 * 4, split=2 * 4 * 6 * 5
+    )
 
 
 def test_matmuls_in_float8_are_told_apart():
