@@ -105,11 +105,16 @@ def trained_plainly(optimizer, batches, start=None):
     """The parameters after some steps of a user's own loop, and the optimizer state."""
     graph, params = nnx.split(Net(nnx.Rngs(0)))
     params = nnx.to_pure_dict(params)
+
+    @jax.jit
+    def step(params, state, data):
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), data))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     params, state = start or (params, optimizer.init(params))
     for data in batches:
-        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), data))(params)  # noqa: B023
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state, data)
     return params, state
 
 

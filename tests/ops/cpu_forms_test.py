@@ -19,9 +19,14 @@ def arrays(*shapes, dtype=jnp.float32, scale=1.0):
 
 def with_gradients(fn, *args):
     """fn(*args), and its gradients for a cotangent without symmetry."""
-    y, vjp = jax.vjp(fn, *args)
-    cotangent = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
-    return y, *vjp(cotangent.astype(y.dtype))
+
+    @jax.jit
+    def run(*args):
+        y, vjp = jax.vjp(fn, *args)
+        cotangent = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return y, *vjp(cotangent.astype(y.dtype))
+
+    return run(*args)
 
 
 def assert_close(found, wanted, tolerance):

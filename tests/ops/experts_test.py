@@ -1,6 +1,7 @@
 """Mixtures of experts on one device equal a loop over tokens; what is refused."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -31,7 +32,7 @@ DROPLESS = dataclasses.replace(CAPACITY, routing="dropless")
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def weights(gated=True):
@@ -39,9 +40,17 @@ def weights(gated=True):
     return experts.Experts(normal(1, E, D, F), normal(2, E, F, D), gate)
 
 
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+mixture = jax.jit(experts.mixture, static_argnums=3)
+
+
 def reference(x_BLD, router_DE, matrices, config):
     """(y, choices of each expert, number of drops), token by token."""
-    routing = jax.tree.map(np.asarray, experts.route(x_BLD, router_DE, config))
+    routing = jax.jit(experts.route, static_argnums=2)(x_BLD, router_DE, config)
+    x_BLD, matrices, routing = jax.tree.map(np.asarray, (x_BLD, matrices, routing))
     y, loads, drops = np.zeros_like(x_BLD), np.zeros(E), 0
     num_slots = config.capacity(x_BLD.shape[1])
     for b in range(len(x_BLD)):
@@ -55,10 +64,7 @@ def reference(x_BLD, router_DE, matrices, config):
                     drops += 1
                     continue
                 h = x @ matrices.up[e]
-                if matrices.gate is not None:
-                    h = h * jax.nn.silu(x @ matrices.gate[e])
-                else:
-                    h = jax.nn.silu(h)
+                h = silu(h) if matrices.gate is None else h * silu(x @ matrices.gate[e])
                 y[b, token] += routing.weights[b, token, choice] * (
                     h @ matrices.down[e]
                 )
@@ -69,7 +75,7 @@ def reference(x_BLD, router_DE, matrices, config):
 @pytest.mark.parametrize("tokens", [slow(1), L])
 def test_a_mixture_equals_a_loop_over_tokens(config, tokens):
     x, router, matrices = normal(0, B, tokens, D), normal(4, D, E), weights(tokens > 1)
-    mixed = experts.mixture(x, router, matrices, config)
+    mixed = mixture(x, router, matrices, config)
     y, loads, drops = reference(x, router, matrices, config)
     np.testing.assert_allclose(mixed.y, y, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(mixed.load, loads)
@@ -126,8 +132,8 @@ def test_experts_in_another_order_give_the_same_outputs(config):
     x, router, matrices = normal(0, B, L, D), normal(4, D, E), weights()
     order = np.array([2, 0, 3, 1])
     permuted = jax.tree.map(lambda w: w[order], matrices)
-    before = experts.mixture(x, router, matrices, config)
-    after = experts.mixture(x, router[:, order], permuted, config)
+    before = mixture(x, router, matrices, config)
+    after = mixture(x, router[:, order], permuted, config)
     np.testing.assert_allclose(after.y, before.y, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(after.load, before.load[order])
 
@@ -181,7 +187,8 @@ def test_rows_beyond_the_groups_are_never_read(matmul):
         y = matmul(x, w, sizes)
         return jnp.sum(jnp.sin(y[:used])), y
 
-    (_, y), (dx, dw) = jax.value_and_grad(loss, (0, 1), has_aux=True)(poisoned, w)
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, y), (dx, dw) = gradients(poisoned, w)
     groups = np.repeat([0, 2, 2], BLOCK)
     expected = np.einsum("sd,sdf->sf", x[:used], np.asarray(w)[groups])
     np.testing.assert_allclose(y[:used], expected, rtol=1e-4, atol=1e-5)
@@ -196,8 +203,9 @@ def test_the_gradient_of_take_rows_is_that_of_a_plain_gather():
     np.testing.assert_array_equal(index[:, 0], [1, 5, 3, 6, 0, 6, 6])
     x, pull = normal(0, 6, D), normal(1, 7, D)
     gradient = jax.grad(lambda x: jnp.sum(pull * take_rows(x, index, slots[:, None])))
-    expected = jnp.where((slots < 7)[:, None], pull[jnp.minimum(slots, 6)], 0)
-    np.testing.assert_allclose(gradient(x), expected)
+    slots = np.asarray(slots)
+    expected = np.where((slots < 7)[:, None], np.asarray(pull)[np.minimum(slots, 6)], 0)
+    np.testing.assert_allclose(jax.jit(gradient)(x), expected)
 
 
 def test_missing_rows_are_zeros_unless_any_row_will_do():
@@ -205,6 +213,7 @@ def test_missing_rows_are_zeros_unless_any_row_will_do():
     x, index = normal(0, 3, D), jnp.array([[0, 3], [2, 1]], jnp.int32)
     inverse = jnp.array([[0], [1], [2]], jnp.int32)  # 2 is no row of the result.
 
+    @functools.partial(jax.jit, static_argnums=0)
     def taken(missing):
         y, vjp = jax.vjp(lambda x: take_rows(x, index, inverse, missing), x)
         return y, vjp(jnp.ones((2, D)))[0]
@@ -230,7 +239,7 @@ def test_empty_slots_change_nothing():
         return jnp.sum(jnp.sin(experts.mixture(x, router, weights, config).y))
 
     def gradients():
-        return jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(x, weights))
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weights))
 
     found = gradients()
     with mock.patch.object(dropless, "Missing", lambda *_: ZEROS):
@@ -255,7 +264,8 @@ def test_several_matrices_have_the_gradients_of_each(rows):
     def each(x, weights, sizes):
         return [jax.lax.ragged_dot(x, w, sizes) for w in weights]
 
-    both = (jax.grad(loss, (1, 2))(m, x, weights) for m in (by_ragged_dots, each))
+    gradient = jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)
+    both = (gradient(m, x, weights) for m in (by_ragged_dots, each))
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
         assert np.any(want != 0)
