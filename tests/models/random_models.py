@@ -478,7 +478,7 @@ class Plain:
         else:
             keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
             example = batch_of(of, 0)["x"][:1]
-            variables = dict(LinenNet(of, True).init(keys, example))
+            variables = dict(jax.jit(LinenNet(of, True).init)(keys, example))
             variables.pop("intermediates", None)
             self.start = nn.meta.unbox(variables)
             self._state = dict(self.start)

@@ -49,7 +49,7 @@ def steps(loss, params, variables, optimizer, batches) -> Iterator[tuple[Any, ..
         updates, state = optimizer.update(grads, state, params, value=value)
         return metrics, optax.apply_updates(params, updates), new, state, grads
 
-    state = optimizer.init(params)
+    state = jax.jit(optimizer.init)(params)
     for step, batch in enumerate(batches):
         metrics, params, variables, state, grads = run(
             params, variables, state, batch, step

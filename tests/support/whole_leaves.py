@@ -106,4 +106,4 @@ def nnx_start():
 def linen_start():
     """Parameters of a fresh Linen module."""
     example = jnp.zeros((1, LENGTH), jnp.int32), jnp.ones(WIDTH)
-    return LinenTagger().init(jax.random.key(5), *example)["params"]
+    return jax.jit(LinenTagger().init)(jax.random.key(5), *example)["params"]
