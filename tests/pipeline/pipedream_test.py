@@ -60,6 +60,12 @@ def delayed(optimizer, stages, num, of, seed=0):
     versions = [[part(params, stage)] for stage in range(stages)]
     states = [optimizer.init(tree[0]) for tree in versions]
     gradient = jax.jit(jax.grad(lambda p, b: of.loss(p, b, jax.random.key(0))[0]))
+
+    @jax.jit
+    def updated(grads, state, weights):
+        changes, state = optimizer.update(grads, state, weights)
+        return optax.apply_updates(weights, changes), state
+
     minibatches, norms = microbatch.split_microbatches(batch(), num), []
     for m in range(num):
         ages = [max(0, m - 2 * (stages - 1 - stage)) for stage in range(stages)]
@@ -68,11 +74,10 @@ def delayed(optimizer, stages, num, of, seed=0):
         grads = gradient(whole(seen), rows)
         norms.append(optax.tree.norm(grads))
         for stage in range(stages):
-            weights = versions[stage][-1]
-            changes, states[stage] = optimizer.update(
-                part(grads, stage), states[stage], weights
+            weights, states[stage] = updated(
+                part(grads, stage), states[stage], versions[stage][-1]
             )
-            versions[stage].append(optax.apply_updates(weights, changes))
+            versions[stage].append(weights)
     return host(whole([tree[-1] for tree in versions])), np.mean(norms)
 
 
