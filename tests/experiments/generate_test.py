@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 from support import commands, tiny_runs, whole_weights
 from support.marks import slow
 from support.tiny_runs import ROOT
@@ -84,7 +85,9 @@ def test_all_held_out_samples_are_evaluated_and_scored(text, tmp_path, command):
     model = program.model.bind(weights_for(program, checkpoint))
     length = own.model.length
     tokens = np.asarray(corpus.held_out[: number * length + 1], np.int32)
-    logits = jax.nn.log_softmax(model(tokens[:-1].reshape(number, length)))
+    logits = nnx.jit(lambda model, x: jax.nn.log_softmax(model(x)))(
+        model, tokens[:-1].reshape(number, length)
+    )
     targets = tokens[1:].reshape(number, length, 1)
     want = -np.take_along_axis(np.asarray(logits), targets, axis=2).mean()
     assert held_out_loss(tmp_path / "run") == pytest.approx(want, rel=1e-5)

@@ -41,9 +41,10 @@ def test_says_what_was_declared_and_found():
 
 def test_says_what_a_pipeline_does(tmp_path):
     program = lower("pipe=2,fsdp=2,microbatches=4", model(depth=4))
-    said = explain(program).pipeline
+    report = explain(program)
+    said = report.pipeline
     assert (said.schedule, said.layers, said.ticks) == ("1f1b", (2, 2), 6)
-    assert "schedule=auto took 1f1b" in explain(program).why_auto
+    assert "schedule=auto took 1f1b" in report.why_auto
     assert said.bubble == pytest.approx(said.formula[0]) == pytest.approx(0.2)
     assert said.formula[1] == "(P-1)/(M+P-1)" and said.in_flight == (3, 1)
     assert said.sends == sum(
@@ -54,12 +55,12 @@ def test_says_what_a_pipeline_does(tmp_path):
     )
     x = 16 // 2 // 4 * 16 * 32 * 4  # Rows of a microbatch, length, embed, float32.
     assert 4 * x <= said.saved_bytes <= 10 * x
-    json.dumps(explain(program).as_dict())
+    json.dumps(report.as_dict())
     figure = pictures.schedule_figure(said)
     boxes = figure.axes[0].patches
     assert len(boxes) == len(said.ops) == 2 * 2 * 4
     figure.savefig(tmp_path / "schedule.png")
-    page.write(tmp_path / "page.html", "tiny", [explain(program)], "plan --x=1")
+    page.write(tmp_path / "page.html", "tiny", [report], "plan --x=1")
     written = (tmp_path / "page.html").read_text()
     assert "Stage inputs in flight: 3, 1" in written and "plan --x=1" in written
     assert explain(lower("fsdp=2", TINY)).pipeline is None
