@@ -8,6 +8,7 @@ by stage, so that splitting its first dim over `pipe` gives every stage its chun
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class Partition:
             stored[stage, chunk, :size] = np.arange(start, start + size)
         return stored.reshape(-1)
 
-    @property
+    @functools.cached_property
     def moves(self) -> bool:
         """Whether layers are stored in another order than the model's, or padded."""
         return not np.array_equal(self.order, np.arange(self.depth))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
@@ -58,7 +59,10 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
     # A custom schedule may be registered again under its name.
     maker, name = SCHEDULES.get(layout.schedule), layout.schedule
     locked = _needs_lock_step(layout)
-    return _make_spec(maker, name, *counts, layout.partition, depth, locked)
+    found = _spec_or_error(maker, name, *counts, layout.partition, depth, locked)
+    if isinstance(found, LayoutError):
+        raise found.with_traceback(None)
+    return found
 
 
 def _needs_lock_step(layout: Layout) -> bool:
@@ -84,7 +88,15 @@ def pipeline_traits(layout: Layout, depth: int) -> PipelineTraits:
     )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=512)
+def _spec_or_error(*args: Any) -> PipelineSpec | LayoutError:
+    """`_make_spec`, or what it raises, once for layouts with equal pipelines."""
+    try:
+        return _make_spec(*args)
+    except LayoutError as error:
+        return error
+
+
 def _make_spec(
     maker: Maker | None,
     name: str,
@@ -95,7 +107,7 @@ def _make_spec(
     depth: int,
     locked: bool,
 ) -> PipelineSpec:
-    """`make_spec`, once for layouts with equal pipelines."""
+    """`make_spec` from the fields of a layout that it reads."""
     del maker  # It only tells schedules of one name apart.
     why = ""
     if name == "auto":

@@ -104,7 +104,7 @@ class Combination:
         """Whether the model has layers."""
         return self.model.depth > 0
 
-    @property
+    @functools.cached_property
     def pipeline(self) -> PipelineTraits | None:
         """Traits of the pipeline; None without one."""
         if self.layout.pipe == 1 or not self.layered:
