@@ -1,6 +1,6 @@
 """Code of a jaxpr that its results need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,12 @@ def without_dead_code(jaxpr: Any, through_barriers: bool = False) -> Any:
     if any(map(_runs_once, equations(jaxpr))):
         jaxpr = _needed(_with_results_read(jaxpr))
     return jaxpr
+
+
+def with_results(closed: Any, wanted: Sequence[bool]) -> Any:
+    """A closed jaxpr with some of its results, and the code that those need."""
+    needed = partial_eval.dce_jaxpr(closed.jaxpr, list(wanted), instantiate=True)[0]
+    return closed.replace(jaxpr=needed)
 
 
 def has_barriers(jaxpr: Any) -> bool:

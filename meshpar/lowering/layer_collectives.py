@@ -4,7 +4,8 @@ The layer and its backward pass are traced once, on the shapes of one device's
 microbatch. Planners multiply what it writes by the passes over the layers.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,27 +20,32 @@ from meshpar.contracts.written import (
     written_terms,
 )
 from meshpar.fsdp.terms import LayerPass, weight_reading
+from meshpar.jaxprs.live_code import with_results
 from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.layer_uses import policies
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.layer_trace import written_layer
+from meshpar.models.model_scope import model_scope
 
 _AXES = {EXPERT, CONTEXT}
 """Axes along which layers move activations themselves."""
 
 
 def layer_collectives(
-    frame: Frame, batch: Any, remat: str, output: bool = True
-) -> list[WrittenCollective]:
+    frame: Frame, batch: Any, remats: Iterable[str]
+) -> dict[tuple[str, bool], list[WrittenCollective]]:
     """Collectives of one layer over `expert` and `context`, forward and backward.
 
     Args:
       frame: the shard_map program.
       batch: abstract batch of one replica.
-      remat: the layer's policy.
-      output: whether the layer's output is read, and not its gradients alone.
+      remats: policies of the layer.
+
+    Returns:
+      {(policy, whether the layer's output is read beside its gradients): collectives}.
     """
     num, layered = frame.layout.microbatches, frame.layered
     rows = jax.tree.map(
@@ -50,39 +56,52 @@ def layer_collectives(
     specs = {path: partition_spec(held) for path, held in frame.held.items()}
     layer_specs = {path: PartitionSpec(*specs[path][1:]) for path in stack}
     trained = frame.plan.gradients
+    once: list[Callable] = []
 
-    def run(shared: Params, weights: Params, rows: Any) -> Array:
-        with frame.scope():
+    def run(remat: str, shared: Params, weights: Params, rows: Any) -> list[Array]:
+        manual = frame.all_manual_axes
+        # Of a layer that is written the scope sees nothing: it is checked once.
+        checked = None if once else frame.scope()
+        with checked or model_scope(frame.layout, frame.mesh, manual):
             x = jax.tree.map(frame.vary, layered.embed(shared, rows, None))
             context = layered.context(shared, rows, None)
             weights = jax.tree.map(frame.vary, weights)
             own = {path: w for path, w in weights.items() if path in trained}
+            if not once:
+                args = weights, x, None, context
+                once.append(written_layer(layered.layer, *args)[0])
 
             def layer(own: Params, x: Any) -> Any:
-                y = layered.layer(weights | own, x, None, context)
+                y = once[0](weights | own, x, None, context)
                 return jax.tree.map(frame.vary, y)
 
             y, vjp = jax.vjp(with_policy(layer, remat), own, x)
             gradients = vjp(jax.tree.map(jnp.ones_like, y))
-        read = (y, gradients) if output else gradients
-        numbers = (jnp.sum(leaf) for leaf in jax.tree.leaves(read))
-        return vary(sum(numbers), frame.manual_axes)[None]
+        totals = (sum(map(jnp.sum, jax.tree.leaves(read))) for read in (gradients, y))
+        return [vary(total, frame.manual_axes)[None] for total in totals]
 
-    with jax.set_mesh(frame.mesh):
-        mapped = jax.shard_map(
-            run,
-            in_specs=(
-                {path: specs[path] for path in shared},
-                layer_specs,
-                batch_specs(frame.layout, rows, frame.batch_axes),
-            ),
-            out_specs=PartitionSpec(frame.manual_axes),
-            axis_names=set(frame.manual_axes),
-        )
-        jaxpr = jax.make_jaxpr(mapped)(shared, abstract_layer(stack), rows)
-    widens = frame.transports.widens
-    written = written_collectives(jaxpr, dict(frame.mesh.shape), widens)
-    return [found for found in written if _AXES & set(found.axes)]
+    widens, found = frame.transports.widens, {}
+
+    def written(jaxpr: Any) -> list[WrittenCollective]:
+        every = written_collectives(jaxpr, dict(frame.mesh.shape), widens)
+        return [move for move in every if _AXES & set(move.axes)]
+
+    for remat in remats:
+        with jax.set_mesh(frame.mesh):
+            mapped = jax.shard_map(
+                functools.partial(run, remat),
+                in_specs=(
+                    {path: specs[path] for path in shared},
+                    layer_specs,
+                    batch_specs(frame.layout, rows, frame.batch_axes),
+                ),
+                out_specs=PartitionSpec(frame.manual_axes),
+                axis_names=set(frame.manual_axes),
+            )
+            jaxpr = jax.make_jaxpr(mapped)(shared, abstract_layer(stack), rows)
+        found[remat, True] = written(jaxpr)
+        found[remat, False] = written(with_results(jaxpr, (True, False)))
+    return found
 
 
 def layers_terms(

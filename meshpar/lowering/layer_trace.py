@@ -145,7 +145,7 @@ def trace_deferred(
 
     def trace(call: _LayerCall, shards: int) -> dict[str, int]:
         lanes, ways = lanes_of(mesh), shards * plan.layout.tensor
-        layer, _ = _written(layered.layer, *call.args)
+        layer, _ = written_layer(layered.layer, *call.args)
         args = frozenset(plan.gradients), *call.args
         return {
             policy: deferred_bytes(
@@ -274,7 +274,7 @@ def _trace(
     lanes, ways = lanes_of(mesh), token_shards * plan.layout.tensor
     shared, _, rows, key = call
     x = call.args[1]
-    layer, jaxpr = _written(layered.layer, *call.args)
+    layer, jaxpr = written_layer(layered.layer, *call.args)
     args, kept = (frozenset(plan.gradients), *call.args), layered.kept
     held = residuals_of(layer, *args, kept=kept)
     logits = logits_bytes(layered, shared, x, rows, key)
@@ -311,7 +311,7 @@ def _trace(
     return of_policy
 
 
-def _written(layer: Callable, *args: Any) -> tuple[Callable, Any]:
+def written_layer(layer: Callable, *args: Any) -> tuple[Callable, Any]:
     """(a function that runs the jaxpr of layer(*args), the jaxpr).
 
     The model's own code then runs once, for all policies. A layer with marks of its own

@@ -145,7 +145,7 @@ class Facts:
             if found := by_law(exchange, self.law_of, *own, _numbers):
                 self._traces[key] = found
         if key not in self._traces:
-            policies = _together(remat)
+            policies = traced_together(remat)
             few, many = (
                 trace_policies(*self._traced_with(rows, exchange), policies)
                 for rows in _ROWS
@@ -159,7 +159,7 @@ class Facts:
         if math.prod(exchange.sizes.values()) > 1:
             return 0, 0  # Schedules that split the backward pass refuse exchanges.
         if remat not in self._sizes_deferred:
-            policies = _together(remat)
+            policies = traced_together(remat)
             few, many = (
                 trace_deferred(*self._traced_with(rows, exchange), policies)
                 for rows in _ROWS
@@ -307,7 +307,7 @@ class Facts:
         return jax.tree.map(cast, tree)
 
 
-def _together(remat: str) -> tuple[str, ...]:
+def traced_together(remat: str) -> tuple[str, ...]:
     """The policies that are traced with one of them."""
     return _TOGETHER if remat in _TOGETHER else (remat,)
 

@@ -7,6 +7,7 @@ moves grows with the rows. Many layouts follow from others (`exchanges`).
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_collectives import layer_collectives
 from meshpar.planner.exchanges import Law, by_law, exchange_of
-from meshpar.planner.facts import Facts
+from meshpar.planner.facts import Facts, traced_together
 
 _ROWS = 2
 """Rows of a device that are traced."""
@@ -82,8 +83,9 @@ class LayerMoves:
                 lambda totals: {kind: total.size for kind, total in totals.items()},
             )
             if found is None:
-                found = self._traced(exchange, remat, output)
-            self._totals[key] = found
+                self._totals |= self._traced(exchange, remat)
+            else:
+                self._totals[key] = found
         return self._totals[key]
 
     def _summed(self, law: Law, remat: str, output: bool) -> dict[_Kind, _Total]:
@@ -101,22 +103,29 @@ class LayerMoves:
                 found[kind, (EXPERT, CONTEXT), *rest] = found.pop(key)
         return found
 
-    def _traced(
-        self, exchange: Layout, remat: str, output: bool
-    ) -> dict[_Kind, _Total]:
+    def _traced(self, exchange: Layout, remat: str) -> dict[tuple, dict[_Kind, _Total]]:
+        """{key of `_total`: totals} of the policies that are traced together."""
         facts, sizes = self._facts, tuple(exchange.sizes.values())
+        remats = traced_together(remat)
         if math.prod(sizes) == 1:
-            return {}
+            every = itertools.product((exchange,), remats, (False, True))
+            return dict.fromkeys(every, {})
         state = facts.optimizer.abstract_state
         plan = make_plan(exchange, facts.model.params, state, facts.compute_dtype)
         devices = np.array(facts.devices[: math.prod(sizes)]).reshape(sizes)
         mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
         frame = Frame(facts.layered, plan, mesh, ())
         batch = facts.batch_of(_ROWS * exchange.expert)
-        totals: dict[_Kind, _Total] = {}
-        for x in layer_collectives(frame, batch, remat, output):
-            key = x.kind, x.axes, x.why or x.source, x.may_drop, x.partial, x.backward
-            runs, size = totals.get(key, _Total(0.0, 0.0))
-            once = x.runs or 1
-            totals[key] = _Total(runs + once, size + once * x.payload_bytes)
-        return totals
+        found = layer_collectives(frame, batch, remats)
+        return {(exchange, *key): _totals(moves) for key, moves in found.items()}
+
+
+def _totals(moves: Iterable[WrittenCollective]) -> dict[_Kind, _Total]:
+    """Collectives added up by kind and purpose."""
+    totals: dict[_Kind, _Total] = {}
+    for x in moves:
+        key = x.kind, x.axes, x.why or x.source, x.may_drop, x.partial, x.backward
+        runs, size = totals.get(key, _Total(0.0, 0.0))
+        once = x.runs or 1
+        totals[key] = _Total(runs + once, size + once * x.payload_bytes)
+    return totals

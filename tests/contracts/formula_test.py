@@ -14,6 +14,7 @@ from support.marks import slow
 from support.tiny_models import lower, model, standard_model
 
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE
+from meshpar.layouts.mixes import segments
 from meshpar.lowering.layer_collectives import layer_collectives, layers_terms
 from meshpar.schedules import ZERO_BUBBLE
 
@@ -117,8 +118,10 @@ def test_what_layers_move_is_written_as_planners_multiply_one_layer(layout, rout
         if {EXPERT, CONTEXT} & set(term.axes) and not term.why.startswith(others)
     )
     frame, passes = lowering.frame, lowering.runner.layer_passes
-    one = functools.partial(layer_collectives, frame, program.step_batch)
-    assert totals(written) == totals(layers_terms(frame, passes, one)) != {}
+    remats = [remat for remat, _ in segments(program.layout.remat, 2)]
+    found = layer_collectives(frame, program.step_batch, remats)
+    terms = layers_terms(frame, passes, lambda *key: found[key])
+    assert totals(written) == totals(terms) != {}
 
 
 def test_a_reduction_that_a_step_lacks_is_found():
