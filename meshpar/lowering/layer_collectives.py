@@ -23,6 +23,7 @@ from meshpar.fsdp.terms import LayerPass, weight_reading
 from meshpar.jaxprs.live_code import with_results
 from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.layer_uses import policies
+from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
@@ -105,17 +106,16 @@ def layer_collectives(
 
 
 def layers_terms(
-    frame: Frame, passes: Sequence[LayerPass], of_policy: Any
+    layout: Layout, passes: Sequence[LayerPass], of_policy: Any
 ) -> Iterator[DeclaredCollective]:
     """Collectives of all layers over `expert` and `context` in one step.
 
     Args:
-      frame: the shard_map program.
+      layout: of the step.
       passes: all passes over the layers.
       of_policy: a function from a policy, and whether the output is read, to its
         `layer_collectives`.
     """
-    layout = frame.layout
     for one in weight_reading(passes):
         stack = policies(layout.layers, layout.remat, one.depth)
         for i, (policy, depth) in enumerate(stack):

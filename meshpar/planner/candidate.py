@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -73,7 +73,7 @@ class _Shared(NamedTuple):
 
     Attributes:
       lowering: of one of them.
-      terms: the collectives that it declares exactly, but for `row_terms`.
+      terms: the collectives that it declares exactly, but for those inside layers.
       row_terms: those of layers that split rows over `tensor`.
       sends: activations and gradients that one stage sends in a step.
       largest: bytes of the largest weight outside the stack, on one device.
@@ -125,7 +125,8 @@ class Candidates:
         traced = traced._replace(largest=shared.largest, logits=logits)
         one_way = facts.layer(layout, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
-        terms = {FEATURES: shared.terms, ROWS: shared.row_terms}
+        moved = (*shared.terms, *self._exchanged(layout, lowering))
+        terms = {FEATURES: moved, ROWS: shared.row_terms}
         traffic = Traffic(terms, host, one_way, shared.sends)
         memory = lowering.memory(None, traced=traced)
         seconds = step_seconds(
@@ -137,11 +138,11 @@ class Candidates:
     def _shared(self, layout: Layout) -> _Shared:
         """The predictions that this layout shares with others that differ in `remat`.
 
-        Some policies move tokens or experts again, and each run of layers with one
-        policy prefetches for itself: such layouts share nothing.
+        Each run of layers with one policy prefetches for itself: layouts that prefetch
+        share nothing.
         """
-        alone = layout.expert > 1 or layout.context > 1 or layout.prefetch
-        key = beside_layers(layout), layout.layers, layout.remat if alone else ""
+        alone = layout.remat if layout.prefetch else ""
+        key = beside_layers(layout), layout.layers, alone
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
             self._last = key, {}
         found, saves = self._last[1], layout.pipe > 1 and layout.saves_residuals
@@ -209,9 +210,15 @@ class Candidates:
                 self._terms[key] = tuple(lowering.declared_state_moves(passes))
             yield from self._terms[key] if own is None else own
         yield from lowering.owners_terms()
-        if layout.expert > 1 or layout.context > 1:
-            of_policy = functools.partial(self._moves.of, layout)
-            yield from layers_terms(lowering.frame, passes, of_policy)
+
+    def _exchanged(
+        self, layout: Layout, lowering: ShardMapLowering
+    ) -> Iterable[DeclaredCollective]:
+        """Collectives inside layers, along which tokens are exchanged."""
+        if layout.expert == 1 and layout.context == 1:
+            return ()
+        of_policy = functools.partial(self._moves.of, layout)
+        return layers_terms(layout, lowering.runner.layer_passes, of_policy)
 
     def _sends(self, lowering: ShardMapLowering) -> int:
         """Number of activations and gradients that one stage sends in a step."""

@@ -44,6 +44,7 @@ class LayerMoves:
         """Traces nothing yet; `facts` are those of the model."""
         self._facts = facts
         self._totals: dict[tuple, dict[_Kind, _Total]] = {}
+        self._found: dict[tuple, list[WrittenCollective]] = {}
 
     def of(self, layout: Layout, remat: str, output: bool) -> list[WrittenCollective]:
         """Collectives of one layer, forward and backward, in one microbatch.
@@ -56,14 +57,23 @@ class LayerMoves:
         rows = self._facts.rows / layout.num_token_shards / layout.microbatches
         times = rows * layout.context / _ROWS
         exchange = exchange_of(layout)
+        shares = exchange, remat, output, times, layout.tensor
+        if shares not in self._found:
+            self._found[shares] = self._scaled(*shares)
+        return self._found[shares]
+
+    def _scaled(
+        self, exchange: Layout, remat: str, output: bool, times: float, tensor: int
+    ) -> list[WrittenCollective]:
+        """`of`, with so many times the rows that are traced."""
         found = []
         for key, total in self._total(exchange, remat, output).items():
             kind, axes, why, may_drop, partial, backward = key
             # `tensor` splits heads, and no rows of experts.
-            ways = layout.tensor if axes == (CONTEXT,) else 1
+            ways = tensor if axes == (CONTEXT,) else 1
             runs = max(1, round(total.runs))
             size = round(times * total.size / ways / runs)
-            group = math.prod(layout.sizes[axis] for axis in axes)
+            group = math.prod(exchange.sizes[axis] for axis in axes)
             move = WrittenCollective(kind, axes, group, runs, size, why, "")
             found.append(
                 dataclasses.replace(
