@@ -1,13 +1,17 @@
 """The bytes of one layer, as its trace says them."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 from support import tiny_stack
 from support.tpu_programs import small, tpu
 
 import meshpar
 from meshpar import mesh
-from meshpar.lowering.layer_trace import trace_layer
+from meshpar.lowering.layer_trace import trace_layer, trace_policies
 from meshpar.runs.config import with_settings
 
 
@@ -17,6 +21,39 @@ def test_a_split_backward_pass_keeps_input_and_gradient_of_each_matmul():
     traced = trace_layer(program.model.layered, program.plan, program.mesh, batch)
     assert traced.x == tiny_stack.BATCH // 4 * tiny_stack.DIM * 4
     assert traced.deferred == 2 * traced.x
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_a_layer_without_marks_of_its_own_runs_once_for_all_policies(marks):
+    calls = []
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            calls.append(None)
+            run = meshpar.layouts.remat(self.dense) if marks else self.dense
+            return x + jnp.tanh(run(x))
+
+    def net(rngs):
+        return nnx.Sequential(Layer(rngs), Layer(rngs))
+
+    def loss(net, batch):
+        return jnp.square(net(batch["x"])).mean()
+
+    batch = {"x": np.ones((8, 8), np.float32)}
+    model = meshpar.from_nnx(net, loss, layers="layers")
+    program = meshpar.lower(model, optax.sgd(0.1), "data=8,remat=full", batch)
+    args = model.layered, program.plan, program.mesh, program.abstract_batch
+    counts = []
+    for policies in (["none"], ["none", "dots", "full"]):
+        calls.clear()
+        found = trace_policies(*args, policies)
+        counts.append(len(calls))
+    assert counts[1] - counts[0] == (2 if marks else 0)
+    sizes = [found[policy].saved for policy in ("full", "dots", "none")]
+    assert sizes[0] < sizes[1] <= sizes[2]
 
 
 def traced(layout, settings=()):
