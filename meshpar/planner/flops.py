@@ -41,8 +41,8 @@ class Flops:
         they skipped nothing.
       outside: of embedding and head, forward and backward; a head that computes its
         logits again for the backward pass counts them twice.
-      looped: bytes that the loops of a head read and write in all rounds, however many
-        rows there are.
+      looped: bytes that the loops of a head read and write in all rounds of whole
+        sequences, however many rows there are.
       kernel: cuDNN's, if that is what runs attention.
     """
 

@@ -53,8 +53,11 @@ class Factors(NamedTuple):
       state_moves: of weights and gradients that the device sends, which is sliced,
         copied and added to.
       tensor_moves: of activations that the device sends over `tensor`.
-      grouped: of rows that grouped matmuls read and write, forward.
+      grouped: of rows as wide as the activations that grouped matmuls read and write,
+        forward.
       grouped_backward: of the same rows, backward.
+      hidden: of the other rows of grouped matmuls, which `tensor` splits, forward.
+      hidden_backward: of the same rows, backward.
       copied: of a layer's experts that ticks copy for grouped matmuls, forward.
       copied_backward: of the same experts, backward, whose gradients are added.
     """
@@ -67,21 +70,25 @@ class Factors(NamedTuple):
     tensor_moves: float
     grouped: float
     grouped_backward: float
+    hidden: float
+    hidden_backward: float
     copied: float
     copied_backward: float
 
 
 FACTORS = Factors(
-    held=1.66,
-    saved=3.53,
-    looped=1.48,
-    summed=6.24,
+    held=1.7,
+    saved=3.44,
+    looped=1.0,
+    summed=7.11,
     state_moves=2.3,
-    tensor_moves=5.51,
-    grouped=0.0,
-    grouped_backward=23.53,
+    tensor_moves=5.36,
+    grouped=14.34,
+    grouped_backward=0.0,
+    hidden=4.29,
+    hidden_backward=18.56,
     copied=0.0,
-    copied_backward=7.03,
+    copied_backward=0.14,
 )
 """Those of the last fit to the cycles that compilers for TPUs state, by
 `experiments.benchmarks.planner_fit`."""
@@ -95,6 +102,8 @@ ON_GPUS = Factors(
     tensor_moves=5.2,
     grouped=1.1,
     grouped_backward=2.5,
+    hidden=0.0,
+    hidden_backward=0.0,
     copied=6.0,
     copied_backward=28.0,
 )
@@ -210,7 +219,9 @@ def step_seconds(
     ways = logits_ways(facts.layered, lowering.plan)
     memory_bandwidth, factors = machine.chip.memory_bandwidth, _factors(machine)
     outside = rows * facts.flops.outside / machine.flops
-    outside += factors.looped * facts.flops.looped / memory_bandwidth
+    # Each device runs as many rounds as its part of a sequence has blocks.
+    looped = facts.flops.looped / layout.context
+    outside += factors.looped * looped / memory_bandwidth
     outside /= ways
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
@@ -292,10 +303,12 @@ def _grouped_moves(runner: Runner, traced: TracedLayer, factors: Factors) -> flo
     """Bytes between a chip and its memory around the grouped matmuls of experts."""
     experts, total = runner.copied_experts, 0.0
     for run in weight_reading([*runner.layer_passes, *runner.row_passes]):
-        of_rows, of_experts = factors.grouped, factors.copied
+        of_rows, of_hidden, of_experts = factors.grouped, factors.hidden, factors.copied
         if run.name == "backward":
-            of_rows, of_experts = factors.grouped_backward, factors.copied_backward
-        each = of_rows * traced.grouped_whole + of_experts * experts
+            of_rows, of_hidden = factors.grouped_backward, factors.hidden_backward
+            of_experts = factors.copied_backward
+        each = of_rows * traced.grouped_whole + of_hidden * traced.grouped
+        each += of_experts * experts
         total += run.runs * run.depth * each
     return total
 
