@@ -60,10 +60,9 @@ def layer_collectives(
     once: list[Callable] = []
 
     def run(remat: str, shared: Params, weights: Params, rows: Any) -> list[Array]:
-        manual = frame.all_manual_axes
-        # Of a layer that is written the scope sees nothing: it is checked once.
-        checked = None if once else frame.scope()
-        with checked or model_scope(frame.layout, frame.mesh, manual):
+        # Later runs repeat the jaxpr of the first: nothing is left to check.
+        scope = model_scope(frame.layout, frame.mesh, frame.all_manual_axes)
+        with scope if once else frame.scope():
             x = jax.tree.map(frame.vary, layered.embed(shared, rows, None))
             context = layered.context(shared, rows, None)
             weights = jax.tree.map(frame.vary, weights)

@@ -186,10 +186,18 @@ def _in_trace(
     batch: Any,
     trace: Callable[[_LayerCall, int], T],
 ) -> T:
-    """trace(call of a layer with a microbatch, number of devices whose rows it has).
+    """Runs `trace` on a layer with a microbatch, where the model is traced.
 
-    It runs where the model is traced: under its layout, on the part of one device if
-    the layer exchanges tokens.
+    That is under its layout, and on the part of one device if the layer exchanges
+    tokens.
+
+    Args:
+      layered: as in `trace_layer`.
+      plan: as in `trace_layer`.
+      mesh: as in `trace_layer`.
+      batch: as in `trace_layer`.
+      trace: a function of the layer's call, and of the number of devices whose rows it
+        has.
     """
     layout = plan.layout
     shared, stack = layered.split(abstract(plan.weights))
@@ -312,10 +320,10 @@ def _trace(
 
 
 def written_layer(layer: Callable, *args: Any) -> tuple[Callable, Any]:
-    """(a function that runs the jaxpr of layer(*args), the jaxpr).
+    """Traces a layer for all policies: (a function that runs its jaxpr, the jaxpr).
 
-    The model's own code then runs once, for all policies. A layer with marks of its own
-    (`layouts.remat`) follows each policy in another way, and is returned as it is.
+    The model's own code does not run again. A layer that calls `layouts.remat` itself
+    follows each policy in its own way: such a layer is returned as it is.
     """
     scope = current_scope()
     layout = dataclasses.replace(scope.layout, remat=NONE)
