@@ -48,6 +48,23 @@ def layer_collectives(
     Returns:
       {(policy, whether the layer's output is read beside its gradients): collectives}.
     """
+    sizes, widens = dict(frame.mesh.shape), frame.transports.widens
+    found = {}
+    for remat, jaxpr in _jaxprs(frame, batch, remats):
+        of_gradients = with_results(jaxpr, (True, False))
+        for output, closed in ((True, jaxpr), (False, of_gradients)):
+            every = written_collectives(closed, sizes, widens)
+            found[remat, output] = [move for move in every if _AXES & set(move.axes)]
+    return found
+
+
+def _jaxprs(
+    frame: Frame, batch: Any, remats: Iterable[str]
+) -> Iterator[tuple[str, Any]]:
+    """Traces one layer for each policy; takes the arguments of `layer_collectives`.
+
+    Generates (policy, jaxpr): of the sums of its gradients, and of its output.
+    """
     num, layered = frame.layout.microbatches, frame.layered
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype),
@@ -80,12 +97,6 @@ def layer_collectives(
         totals = (sum(map(jnp.sum, jax.tree.leaves(read))) for read in (gradients, y))
         return [vary(total, frame.manual_axes)[None] for total in totals]
 
-    widens, found = frame.transports.widens, {}
-
-    def written(jaxpr: Any) -> list[WrittenCollective]:
-        every = written_collectives(jaxpr, dict(frame.mesh.shape), widens)
-        return [move for move in every if _AXES & set(move.axes)]
-
     for remat in remats:
         with jax.set_mesh(frame.mesh):
             mapped = jax.shard_map(
@@ -99,9 +110,7 @@ def layer_collectives(
                 axis_names=set(frame.manual_axes),
             )
             jaxpr = jax.make_jaxpr(mapped)(shared, abstract_layer(stack), rows)
-        found[remat, True] = written(jaxpr)
-        found[remat, False] = written(with_results(jaxpr, (True, False)))
-    return found
+        yield remat, jaxpr
 
 
 def layers_terms(

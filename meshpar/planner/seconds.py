@@ -213,19 +213,7 @@ def step_seconds(
     stages_again = layer.forward if passes.repeats else 0.0
     layers = needed * (3 * layer.forward + layer.backward_more)
     again = needed * (layer.again + stages_again)
-    # Embedding and head of a pipeline run in ticks of their own stages.
-    heads = layout.microbatches
-    # Each device computes all logits of its rows if nothing splits the vocabulary.
-    ways = logits_ways(facts.layered, lowering.plan)
     memory_bandwidth, factors = machine.chip.memory_bandwidth, _factors(machine)
-    outside = rows * facts.flops.outside / machine.flops
-    # Each device runs as many rounds as its part of a sequence has blocks.
-    looped = facts.flops.looped / layout.context
-    outside += factors.looped * looped / memory_bandwidth
-    outside /= ways
-    if layout.pipe > 1:
-        heads = runner.loop.count_ticks("head")
-        outside /= layout.pipe if layout.splits_vocabulary else 1
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4 / memory_bandwidth
     if lowering.owned_update is not None:
@@ -246,7 +234,7 @@ def step_seconds(
         layers=layers,
         again=again,
         bubble=max(0.0, sum(compute.values()) - layers - again),
-        outside=heads * outside,
+        outside=_outside_seconds(lowering, facts, machine, rows),
         update=update,
         saved=factors.saved * saves * traced.saved / memory_bandwidth,
         fresh=memory.temporary / machine.fresh_bandwidth,
@@ -260,6 +248,24 @@ def step_seconds(
         wire_bytes=state_bytes + tensor_bytes + sends,
         kernels=passes.kernels,
     )
+
+
+def _outside_seconds(
+    lowering: ShardMapLowering, facts: Facts, machine: Machine, rows: float
+) -> float:
+    """The time of embedding and head in a step; takes arguments of `step_seconds`."""
+    layout, heads = lowering.layout, lowering.layout.microbatches
+    each = rows * facts.flops.outside / machine.flops
+    # Each device runs as many rounds as its part of a sequence has blocks.
+    looped = facts.flops.looped / layout.context
+    each += _factors(machine).looped * looped / machine.chip.memory_bandwidth
+    # Each device computes all logits of its rows if nothing splits the vocabulary.
+    each /= logits_ways(facts.layered, lowering.plan)
+    if layout.pipe > 1:
+        # Embedding and head of a pipeline run in ticks of their own stages.
+        heads = lowering.runner.loop.count_ticks("head")
+        each /= layout.pipe if layout.splits_vocabulary else 1
+    return heads * each
 
 
 class _Passes(NamedTuple):
