@@ -8,7 +8,7 @@ Takes the programs for TPUs of `compiled_programs.json`, and those of
 of the logarithms of ratios. Prints the mean errors with the factors in use and with the
 new ones, which go into `FACTORS` of that file by hand. Programs with experts count only
 where jax 0.12 or newer compiled them: older compilers state cycles for grouped matmuls.
-Takes five to ten minutes.
+Takes five minutes.
 """
 
 from collections.abc import Sequence
