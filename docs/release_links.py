@@ -65,10 +65,7 @@ def write(root: pathlib.Path, address: str) -> None:
     if "urls" in facts:
         raise ValueError(f"{project} has [project.urls] already")
     lines = (f'{k} = "{v}"\n' for k, v in urls(address, facts["version"]).items())
-    table = "[project.urls]\n" + "".join(lines) + "\n"
-    project.write_text(
-        text.replace("[project.scripts]\n", table + "[project.scripts]\n")
-    )
+    project.write_text(f"{text}\n[project.urls]\n{''.join(lines)}")
     readme.write_text(linked(readme.read_text(), address, facts["version"]))
 
 

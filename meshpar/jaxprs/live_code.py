@@ -34,8 +34,7 @@ def without_dead_code(jaxpr: Any, through_barriers: bool = False) -> Any:
 
 def with_results(closed: Any, wanted: Sequence[bool]) -> Any:
     """A closed jaxpr with some of its results, and the code that those need."""
-    needed = partial_eval.dce_jaxpr(closed.jaxpr, list(wanted), instantiate=True)[0]
-    return closed.replace(jaxpr=needed)
+    return closed.replace(jaxpr=_needed(closed.jaxpr, wanted))
 
 
 def has_barriers(jaxpr: Any) -> bool:
@@ -51,10 +50,10 @@ def _runs_once(eqn: Any) -> bool:
     return eqn.primitive.name == "scan" and eqn.params["length"] == 1
 
 
-def _needed(jaxpr: Any) -> Any:
-    """A jaxpr without the equations that its results do not need."""
-    needed = [True] * len(jaxpr.outvars)
-    return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0]
+def _needed(jaxpr: Any, wanted: Sequence[bool] = ()) -> Any:
+    """A jaxpr without the equations that its results, or those wanted, do not need."""
+    wanted = wanted or [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, list(wanted), instantiate=True)[0]
 
 
 def inputs_read(closed: Any) -> list[bool]:

@@ -89,7 +89,7 @@ class Facts:
         self._transformation, self.devices = optimizer, devices
         self._optimizers: dict[int, Optimizer] = {}
         self._traces: dict[tuple[str, Layout], tuple[TracedLayer, TracedLayer]] = {}
-        self._sizes_deferred: dict[str, tuple[int, int]] = {}
+        self._sizes_deferred: dict[tuple[str, Layout], tuple[int, int]] = {}
         self._layers: dict[tuple, TracedLayer] = {}
 
     @property
@@ -156,16 +156,15 @@ class Facts:
 
     def _deferred(self, remat: str, exchange: Layout) -> tuple[int, int]:
         """`TracedLayer.deferred` for each number of rows in `_ROWS`."""
-        if math.prod(exchange.sizes.values()) > 1:
-            return 0, 0  # Schedules that split the backward pass refuse exchanges.
-        if remat not in self._sizes_deferred:
+        if (remat, exchange) not in self._sizes_deferred:
             policies = traced_together(remat)
             few, many = (
                 trace_deferred(*self._traced_with(rows, exchange), policies)
                 for rows in _ROWS
             )
-            self._sizes_deferred |= {p: (few[p], many[p]) for p in policies}
-        return self._sizes_deferred[remat]
+            for policy in policies:
+                self._sizes_deferred[policy, exchange] = few[policy], many[policy]
+        return self._sizes_deferred[remat, exchange]
 
     def law_of(self, exchange: Layout) -> Law | None:
         """The law by which a layout of exchanges follows; None if it is traced."""
