@@ -134,6 +134,9 @@ class Rings(Transport):
     shapes: Mapping[str, tuple[int, ...]]
     loop: bool = False
 
+    def __hash__(self) -> int:
+        return hash((tuple(self.shapes.items()), self.loop))
+
     def covers(self, axes: tuple[str, ...]) -> bool:
         """Whether the axes are one axis with rings."""
         return len(axes) == 1 and axes[0] in self.shapes

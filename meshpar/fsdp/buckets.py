@@ -24,6 +24,11 @@ which doubles the traffic.
 """
 
 
+def limits() -> tuple[int, int]:
+    """The sizes that decide which tensors share a bucket, and which move alone."""
+    return BUCKET_BYTES, transport.LARGE_BYTES
+
+
 def make_buckets(
     tree: Mapping[str, Any], shardings: Mapping[str, ManualSharding], ways: int
 ) -> Iterator[list[str]]:

@@ -8,17 +8,18 @@ of `zero`: which tensors move, and how often per step.
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import abstract_layer, num_bytes
-from meshpar.collectives.transport import ONE_SHOT, Transport
+from meshpar.collectives.transport import ONE_SHOT, Movement, Transport
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.buckets import (
     gather_padding,
     is_gathered_flat,
+    limits,
     make_buckets,
     padding,
 )
@@ -91,13 +92,57 @@ def declare_moves(
       why: the reason, for reports.
       beside: the pass over the layers beside which they move.
     """
-    totals: dict[tuple, list[int]] = {}
-    split = {
-        path: local_shape(x, shardings[path], sizes)
+    if runs == 0:
+        return
+    split = tuple(
+        (x.shape, x.dtype, sharding)
         for path, x in shapes.items()
-        if shardings[path].splits
+        if (sharding := shardings[path]).splits
+    )
+    moves = _moves_once(kind, split, tuple(sizes.items()), transport, limits())
+    for axes, ways, moved in moves:
+        yield DeclaredCollective(
+            moved.kind,
+            axes,
+            ways,
+            runs * moved.count,
+            runs * moved.payload_bytes,
+            f"{why}, {moved.note}" if moved.note else why,
+            gathers=kind == "all_gather",
+            beside=beside,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _moves_once(
+    kind: str,
+    tensors: tuple[tuple[tuple[int, ...], Any, ManualSharding], ...],
+    sizes: tuple[tuple[str, int], ...],
+    transport: Transport,
+    limits: tuple[int, int],
+) -> list[tuple[tuple[str, ...], int, Movement]]:
+    """(axes, their devices, all movement) of tensors that move once.
+
+    Planners ask for the same tensors in thousands of layouts.
+
+    Args:
+      kind: as in `declare_moves`.
+      tensors: (shape, dtype, sharding) of each one.
+      sizes: (mesh axis, size) of each one.
+      transport: as in `declare_moves`.
+      limits: as `buckets.limits` gives them.
+    """
+    del limits  # Others ask anew.
+    mesh = dict(sizes)
+    shardings = {str(i): sharding for i, (_, _, sharding) in enumerate(tensors)}
+    split = {
+        path: local_shape(jax.ShapeDtypeStruct(*tensor), sharding, mesh)
+        for (path, sharding), (*tensor, _) in zip(
+            shardings.items(), tensors, strict=True
+        )
     }
-    for axes in dict.fromkeys(shardings[path].axes for path in split):
+    totals: dict[tuple, list[int]] = {}
+    for axes in dict.fromkeys(sharding.axes for sharding in shardings.values()):
         group = {path: x for path, x in split.items() if shardings[path].axes == axes}
         for paths in make_buckets(group, shardings, 1):
             bucket_transport = transport
@@ -106,26 +151,16 @@ def declare_moves(
                 is_flat = is_gathered_flat(paths, group, shardings)
                 alone = 0 if is_flat else num_bytes(group[paths[0]])
                 bucket_transport = transport.for_gathers(alone)
-            for dim_axes, size in _bucket_moves(kind, paths, group, shardings, sizes):
-                ways = ways_of(dim_axes, sizes)
-                movement = bucket_transport.declare(kind, dim_axes, ways, size)
-                key = dim_axes, movement.kind, movement.note
-                total = totals.setdefault(key, [0, 0])
-                total[0] += movement.count
-                total[1] += movement.payload_bytes
-    for (axes, movement_kind, note), (count, size) in totals.items():
-        if runs == 0:
-            continue
-        yield DeclaredCollective(
-            movement_kind,
-            axes,
-            ways_of(axes, sizes),
-            runs * count,
-            runs * size,
-            f"{why}, {note}" if note else why,
-            gathers=kind == "all_gather",
-            beside=beside,
-        )
+            for dim_axes, size in _bucket_moves(kind, paths, group, shardings, mesh):
+                ways = ways_of(dim_axes, mesh)
+                moved = bucket_transport.declare(kind, dim_axes, ways, size)
+                total = totals.setdefault((dim_axes, moved.kind, moved.note), [0, 0])
+                total[0] += moved.count
+                total[1] += moved.payload_bytes
+    return [
+        (axes, ways_of(axes, mesh), Movement(moved_kind, *total, note))
+        for (axes, moved_kind, note), total in totals.items()
+    ]
 
 
 def _bucket_moves(

@@ -1,9 +1,10 @@
 """Walks through jaxprs: the equations inside, and evaluation on values of any kind."""
 
 import abc
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import jax
 from jax.extend import core
 
 T = TypeVar("T")
@@ -13,6 +14,32 @@ CALLS = frozenset(
     + ("custom_jvp_call", "custom_vjp_call")
 )
 """Names of primitives that call one jaxpr with their own arguments."""
+
+
+class Written(NamedTuple):
+    """A function as its jaxpr, which runs without the function's own code.
+
+    Attributes:
+      jaxpr: closed, of the leaves of the arguments.
+      result: the function's result, as a pytree of anything.
+    """
+
+    jaxpr: Any
+    result: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's result, for arguments of the traced structure and shapes."""
+        leaves = core.jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args))
+        return self.returned(leaves)
+
+    def returned(self, leaves: Sequence[Any]) -> Any:
+        """Leaves of a result in the structure of the function's."""
+        return jax.tree.unflatten(jax.tree.structure(self.result), leaves)
+
+
+def written(fn: Callable, *args: Any) -> Written:
+    """Traces a function of pytrees of arrays, or of their shapes."""
+    return Written(*jax.make_jaxpr(fn, return_shape=True)(*args))
 
 
 def called_jaxpr(eqn: Any) -> Any:

@@ -15,7 +15,7 @@ from jax import lax
 
 from meshpar import compat
 from meshpar.arrays import Array, vary
-from meshpar.jaxprs.walk import CALLS, Interpreter
+from meshpar.jaxprs.walk import CALLS, Interpreter, written
 
 
 def without_branches(fn: Callable, axes: tuple[str, ...], *args: Any) -> Any:
@@ -27,9 +27,9 @@ def without_branches(fn: Callable, axes: tuple[str, ...], *args: Any) -> Any:
       *args: its arguments.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
-    results = _Branchless(axes).evaluate(closed, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(out), results)
+    traced = written(fn, *shapes)
+    results = _Branchless(axes).evaluate(traced.jaxpr, jax.tree.leaves(args))
+    return traced.returned(results)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from meshpar.arrays import other_leaf
 from meshpar.errors import MeshparError
+from meshpar.jaxprs.walk import Written
 from meshpar.mesh.order import after
 from meshpar.mesh.platform import platform_of
 
@@ -43,8 +43,7 @@ def step_in_trace(
       MeshparError: state or batch are others than the program's.
     """
     arguments = _sharded((state, batch), wanted)
-    leaves = jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(arguments))
-    outputs = jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
+    outputs = Written(traced.jaxpr, traced.out_info)(*arguments)
     state, metrics = _sharded(outputs[0], wanted[0]), outputs[1]
     if platform_of(mesh).mixes_collectives:
         # Another step in the same program would not wait for these collectives.

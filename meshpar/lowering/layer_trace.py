@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, Params, abstract, abstract_layer, vary
+from meshpar.jaxprs.walk import written
 from meshpar.layouts import layer_uses
 from meshpar.layouts.axes import PIPE, REPLICA, TENSOR, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
@@ -328,15 +328,8 @@ def written_layer(layer: Callable, *args: Any) -> tuple[Callable, Any]:
     scope = current_scope()
     layout = dataclasses.replace(scope.layout, remat=NONE)
     with model_scope(layout, scope.mesh, scope.manual_axes) as own:
-        closed, out = jax.make_jaxpr(layer, return_shape=True)(*args)
-    if own.remat_used:
-        return layer, closed.jaxpr
-    run, tree = jaxpr_as_fun(closed), jax.tree.structure(out)
-
-    def written(*args: Any) -> Any:
-        return jax.tree.unflatten(tree, run(*jax.tree.leaves(args)))
-
-    return written, closed.jaxpr
+        traced = written(layer, *args)
+    return layer if own.remat_used else traced, traced.jaxpr.jaxpr
 
 
 def logits_ways(layered: LayeredModel, plan: Plan) -> int:

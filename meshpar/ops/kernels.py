@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, vary
+from meshpar.jaxprs.walk import written
 from meshpar.layouts.scope import Scope, activation_spec, constrain, current_scope
 
 Names = Sequence[str | None]
@@ -202,9 +202,6 @@ def _untyped(fn: Callable) -> Callable:
 
     def call(*arrays: Any) -> Any:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
-        return jax.tree.unflatten(
-            jax.tree.structure(out), jaxpr_as_fun(closed)(*arrays)
-        )
+        return written(fn, *shapes)(*arrays)
 
     return call

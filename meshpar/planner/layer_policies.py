@@ -7,8 +7,9 @@ Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.3, whose dynamic pro
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from meshpar.layouts import mixes
 from meshpar.layouts.layer_uses import FEATURES, ROWS
@@ -67,34 +68,62 @@ def best_choices(
     Returns:
       The choices that take least time; None if none fit.
     """
-    fronts = {FEATURES: [Chosen(0.0, 0.0, ())]}
+    fronts: dict[str, list[_Partial]] = {FEATURES: [(0.0, 0.0, None, None)]}
     for costs in layers:
-        grown: dict[str, list[Chosen]] = {}
-        for use, front in fronts.items():
-            for done in front:
-                for choice, cost in costs.items():
-                    if done.saved + cost.saved <= budget:
-                        between = change if choice.use != use else 0.0
-                        longer = Chosen(
-                            done.seconds + between + cost.seconds,
-                            done.saved + cost.saved,
-                            (*done.choices, choice),
-                        )
-                        grown.setdefault(choice.use, []).append(longer)
-        fronts = {use: _unbeaten(partials) for use, partials in grown.items()}
-    fastest = {use: front[0] for use, front in fronts.items()}
-    if last := fastest.get(ROWS):
-        fastest[ROWS] = last._replace(seconds=last.seconds + change)
-    return min(fastest.values(), default=None)
+        steps: dict[str, list[tuple[float, float, LayerPolicy]]] = {}
+        for choice, (seconds, saved) in costs.items():
+            steps.setdefault(choice.use, []).append((seconds, saved, choice))
+        fronts = {
+            use: _unbeaten(_longer(fronts, use, _unbeaten(own), budget, change))
+            for use, own in steps.items()
+        }
+    found = []
+    for use, front in fronts.items():
+        for seconds, saved, *last in front[:1]:
+            seconds += change if use == ROWS else 0.0
+            found.append(Chosen(seconds, saved, tuple(_choices(*last))[::-1]))
+    return min(found, default=None)
 
 
-def _unbeaten(partials: list[Chosen]) -> list[Chosen]:
-    """The Pareto front of seconds and bytes, fastest first."""
+_Partial = tuple[float, float, Any, LayerPolicy | None]
+"""(seconds, bytes, the same up to the layer before, choice) up to a layer."""
+
+
+def _longer(
+    fronts: Mapping[str, list[_Partial]],
+    use: str,
+    steps: list[tuple[float, float, LayerPolicy]],
+    budget: float,
+    change: float,
+) -> list[_Partial]:
+    """Partial choices with one more layer of a use, within the budget."""
+    longer: list[_Partial] = []
+    for before, front in fronts.items():
+        between = change if before != use else 0.0
+        for seconds, saved, choice in steps:
+            seconds += between
+            longer += [
+                (done[0] + seconds, done[1] + saved, done, choice)
+                for done in front
+                if done[1] + saved <= budget
+            ]
+    return longer
+
+
+def _choices(before: _Partial | None, choice: LayerPolicy | None) -> Iterator[Any]:
+    """The choices of a partial one, the last layer's first."""
+    while before is not None:
+        yield choice
+        *_, before, choice = before
+
+
+def _unbeaten(options: list[Any]) -> list[Any]:
+    """The Pareto front of (seconds, bytes, ...), fastest first."""
     front, least = [], float("inf")
-    for partial in sorted(partials, key=lambda partial: partial[:2]):
-        if partial.saved < least:
-            front.append(partial)
-            least = partial.saved
+    for option in sorted(options, key=operator.itemgetter(0, 1)):
+        if option[1] < least:
+            front.append(option)
+            least = option[1]
     return front
 
 

@@ -125,11 +125,10 @@ class Combination:
     def settings(self, *names: str) -> list[str]:
         """Fields of the layout that do not have their default, as in its string."""
         layout, defaults = self.layout, _defaults(type(self.layout))
-        given = {name: getattr(layout, name) for name in names}
         return [
             shown(write_items({name: value}))
-            for name, value in given.items()
-            if value != defaults[name]
+            for name in names
+            if (value := getattr(layout, name)) != defaults[name]
         ]
 
     def altered(self, changes: dict[str, Any]) -> "Combination":

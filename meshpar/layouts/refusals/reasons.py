@@ -79,13 +79,13 @@ def reasons(combination: Combination, table: Sequence[Refusal]) -> Iterator[Reas
       table: `OF_LAYOUTS`, `OF_TRAINING` or `OF_GENERATION`.
     """
     yield from _met(combination, table, "")
-    by_lowering = {
-        name: list(_met(combination, table, name)) for name in combination.lowerings
-    }
-    if all(by_lowering.values()):
-        name, own = by_lowering.popitem()
-        other = _of_other(combination, table, name)
-        yield from (reason._replace(other=other) for reason in own)
+    own: list[Reason] = []
+    for name in combination.lowerings:
+        own = list(_met(combination, table, name))
+        if not own:
+            return
+    other = _of_other(combination, table, name)
+    yield from (reason._replace(other=other) for reason in own)
 
 
 def first_reason(combination: Combination, table: Sequence[Refusal]) -> str:
