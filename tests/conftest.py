@@ -21,7 +21,7 @@ os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# Workers and child processes share one compilation cache for as long as tests run.
+# Child processes share one compilation cache for as long as tests run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     cache = tempfile.mkdtemp(prefix="meshpar-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
@@ -36,6 +36,8 @@ import meshpar
 
 meshpar.simulate(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Few programs of one process come twice: writing all of them costs more than it saves.
+jax.config.update("jax_enable_compilation_cache", False)
 assert jax.device_count() == 8, jax.devices()
 sys.dont_write_bytecode = False  # pytest keeps what it made of the tests' files.
 

@@ -41,6 +41,9 @@ class Platform:
         whole (seen in jaxlib 0.12.0 and libtpu 0.0.50).
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
+      adds_rows_in_place: whether a row of an array that is added to by `x.at[i].add` is
+        read where it lies. One that is sliced, added to and written back is copied
+        first (XLA:TPU, seen with libtpu 0.0.51).
       mixes_collectives: whether a collective that follows a loop and reads nothing of
         it may run among the collectives of the loop. Devices do not agree where, and
         the process aborts, waits for ever, or adds up what does not belong together
@@ -59,6 +62,7 @@ class Platform:
     on_chip_bytes: int = 0
     reduces_late: bool = True
     shows_host_transfers: bool = False
+    adds_rows_in_place: bool = False
     mixes_collectives: bool = False
 
     def logits_in_memory(self, size: int) -> int:
@@ -83,6 +87,7 @@ TPU = Platform(
     logits_copies=0.33,
     on_chip_bytes=2**28,
     shows_host_transfers=True,
+    adds_rows_in_place=True,
 )
 
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}

@@ -69,9 +69,13 @@ def _by_rows(weights: Sequence[Array]) -> tuple[Array, ...]:
     """Matrices in the order in memory in which kernels read them, in a pipeline.
 
     There compilers then keep a stack of them in this order too, and copy no slice of it
-    to another one in every tick. Elsewhere the order of a gather is as good.
+    to another one in every tick. Weights that are gathered where a layer runs come in
+    any order: each pass then has its own.
     """
-    if (scope := current_scope()) is None or scope.layout.pipe == 1:
+    if (scope := current_scope()) is None:
+        return tuple(weights)
+    layout = scope.layout
+    if layout.pipe == 1 or (layout.fsdp > 1 and layout.zero_level == 3):
         return tuple(weights)
     in_order = Layout(major_to_minor=(0, 1, 2))
     return tuple(with_layout_constraint(w_EDF, in_order) for w_EDF in weights)
