@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from support.marks import slow
 
+from meshpar import layouts, mesh
 from meshpar.errors import MeshparError
 from meshpar.jaxprs.walk import equations
+from meshpar.models.model_scope import model_scope
 from meshpar.ops import experts
 from meshpar.ops.experts import dropless
 from meshpar.ops.experts.capacity import run_with_capacity
@@ -269,6 +271,36 @@ def test_several_matrices_have_the_gradients_of_each(rows):
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
         assert np.any(want != 0)
+
+
+@pytest.mark.parametrize(
+    "layout, forward, backward",
+    [
+        ("pipe=2", (0, 1, 2), (0, 1, 2)),
+        ("pipe=2,fsdp=2,zero=3", (0, 1, 2), (0, 2, 1)),
+        ("fsdp=2,zero=3", None, None),
+    ],
+)
+def test_matrices_of_pipelines_have_the_order_that_kernels_read(
+    layout, forward, backward
+):
+    layout = layouts.parse(layout)
+    x, sizes = normal(0, 2 * BLOCK, D), jnp.array([BLOCK, BLOCK], jnp.int32)
+    matrices = (normal(1, 2, D, F),)
+
+    def orders(fn):
+        devices = jax.devices()[: layout.num_devices]
+        with model_scope(layout, mesh.make_mesh(layout, devices)):
+            eqns = equations(jax.make_jaxpr(fn)(x, matrices).jaxpr)
+            found = [eqn.params.get("layout") for eqn in eqns]
+        return [known.major_to_minor for known in found if known]
+
+    def run(x, matrices):
+        return jnp.sum(by_ragged_dots(x, matrices, sizes)[0])
+
+    assert orders(run) == ([forward] if forward else [])
+    both = [forward, backward] if forward else []
+    assert orders(jax.grad(run)) == both
 
 
 def test_the_router_prefers_lower_numbers_and_better_nodes():

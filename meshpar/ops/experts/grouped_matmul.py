@@ -62,23 +62,22 @@ def by_ragged_dots(
     x_SD: Array, weights: tuple[Array, ...], sizes_E: Array
 ) -> tuple[Array, ...]:
     """`by_ragged_dot` with several matrices of equal shapes."""
-    return tuple(lax.ragged_dot(x_SD, w_EDF, sizes_E) for w_EDF in _by_rows(weights))
+    ordered = _ordered(weights, backward=False)
+    return tuple(lax.ragged_dot(x_SD, w_EDF, sizes_E) for w_EDF in ordered)
 
 
-def _by_rows(weights: Sequence[Array]) -> tuple[Array, ...]:
+def _ordered(weights: Sequence[Array], backward: bool) -> tuple[Array, ...]:
     """Matrices in the order in memory in which kernels read them, in a pipeline.
 
-    There compilers then keep a stack of them in this order too, and copy no slice of it
-    to another one in every tick. Weights that are gathered where a layer runs come in
-    any order: each pass then has its own.
+    By rows, compilers keep the stack of layers in this order too, and copy no slice of
+    it to another one in every tick. Matrices that are gathered in every pass come by
+    columns where the gradients of rows read them. Elsewhere a gather leaves any order.
     """
-    if (scope := current_scope()) is None:
+    if (scope := current_scope()) is None or scope.layout.pipe == 1:
         return tuple(weights)
-    layout = scope.layout
-    if layout.pipe == 1 or (layout.fsdp > 1 and layout.zero_level == 3):
-        return tuple(weights)
-    in_order = Layout(major_to_minor=(0, 1, 2))
-    return tuple(with_layout_constraint(w_EDF, in_order) for w_EDF in weights)
+    gathered = scope.layout.fsdp > 1 and scope.layout.zero_level == 3
+    order = (0, 2, 1) if backward and gathered else (0, 1, 2)
+    return tuple(with_layout_constraint(w_EDF, Layout(order)) for w_EDF in weights)
 
 
 def _ragged_forward(
@@ -92,7 +91,7 @@ def _ragged_backward(
 ) -> tuple[Array, tuple[Array, ...], None]:
     """Gradients of the weights first: schedulers put them last, and hold the rows."""
     x_SD, weights, sizes_E = saved
-    weights = _by_rows(weights)
+    weights = _ordered(weights, backward=True)
 
     def of_weight(w_EDF: Array, dy_SF: Array) -> Array:
         _, vjp = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
