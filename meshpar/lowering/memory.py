@@ -62,9 +62,9 @@ _LAYER, _LAYER_OVER_ROWS, _LAYER_IN_TICKS = 1.7, 2.3, 3.7
 they are gathered over `tensor` too, each weight comes in two steps; ticks add gradients
 to float32 sums."""
 
-_EXPERTS_IN_TICKS = 2.0
-"""Copies of a layer's experts: kernels read matrices by rows, and by columns for the
-gradient of the rows."""
+_EXPERTS_IN_TICKS, _GATHERED_EXPERTS = 1.3, 2.2
+"""Copies of a layer's experts, as slices of a stage's or gathered for the layer:
+kernels read matrices by rows, and by columns for the gradient of the rows."""
 
 _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
@@ -74,7 +74,7 @@ _HEAD_UNROLLED = 1.0
 """Copies of the head's weight beside the first layer that runs backward without a loop:
 its gradient."""
 
-_SCATTERED = 6.7
+_SCATTERED = 3.5
 """Copies of the largest gradient of a pipeline while it is scattered.
 
 All are fitted to the peaks of compiled programs (docs/measured_plans.md).
@@ -102,8 +102,7 @@ class Held(NamedTuple):
       repeats: whether layers are computed again in the backward pass.
       in_ticks: whether gradients are added up from tick to tick.
       head_beside_layers: whether ticks run the head and layers backward.
-      scattered: how many times its own bytes the largest gradient takes as a shard,
-        with the padding of its last dim; 0 if it is not scattered.
+      scatters: whether ticks are followed by a scatter of the largest gradient.
       matrices: of the update of one device's whole matrices, after all passes.
     """
 
@@ -123,7 +122,7 @@ class Held(NamedTuple):
     repeats: bool = True
     in_ticks: bool = False
     head_beside_layers: bool = False
-    scattered: float = 0.0
+    scatters: bool = False
     matrices: int = 0
 
 
@@ -143,10 +142,14 @@ def predicted_memory(
         if held.head_beside_layers:
             layer += _HEAD_IN_TICKS * traced.largest
             layer += _GATHERED_BY_HEAD * held.gathered
-        head = _SCATTERED * held.scattered * traced.largest
-        # Compilers give memory to what ticks gather before the loop of ticks begins.
-        layer += _LAYER_IN_TICKS * held.layer + _EXPERTS_IN_TICKS * held.experts
-        head += _LAYER_IN_TICKS * held.layer
+        head = _SCATTERED * traced.largest if held.scatters else 0.0
+        if held.layer:
+            # Compilers give memory to what ticks gather before the loop of ticks begins.
+            gathered = _LAYER_IN_TICKS * (held.layer - held.experts)
+            gathered += _GATHERED_EXPERTS * held.experts
+            layer, head = layer + gathered, head + gathered
+        else:
+            layer += _EXPERTS_IN_TICKS * held.experts
     else:
         copies = _LAYER_OVER_ROWS if held.over_rows else _LAYER
         layer = copies * held.layer

@@ -60,7 +60,9 @@ def _elements(frame: Frame, leaf: LeafPlan, spec: Spec) -> int:
     than the lanes of one tile, and pad that.
     """
     size = math.prod(leaf.shape) // frame.ways(itertools.chain(*spec))
-    return int(size * _padding(frame, leaf, spec, lanes_of(frame.mesh)))
+    last = leaf.shape[-1] // frame.ways(spec[-1]) if leaf.shape else 0
+    lanes = lanes_of(frame.mesh)
+    return size // last * -(-last // lanes) * lanes if last >= lanes else size
 
 
 def backward_buffers(frame: Frame, loop: TickLoop) -> int:
@@ -86,7 +88,7 @@ def held(frame: Frame, zero: Zero, loop: TickLoop) -> Held:
         sums=sums,
         in_ticks=True,
         head_beside_layers=loop.runs_head_beside_layers,
-        scattered=_scattered(frame) if zero.splits_any else 0.0,
+        scatters=zero.splits_any,
     )
 
 
@@ -98,31 +100,3 @@ def expert_bytes(frame: Frame) -> int:
     experts = (x for x in leaves if EXPERT in (x.names or ()))
     layout, rows = frame.plan.layout, frame.layered.depth // frame.plan.layout.pipe
     return sum(whole_bytes(x, layout.sizes) for x in experts) // rows
-
-
-def _scattered(frame: Frame) -> float:
-    """How many times its bytes the largest shared weight takes in padded shards.
-
-    0 if all weights are in layers.
-    """
-    shared = frame.layered.split(frame.plan.parameters)[0].values()
-    arrays = [leaf for leaf in shared if leaf.shape]
-    if not arrays:
-        return 0.0
-    largest = max(arrays, key=lambda leaf: math.prod(leaf.shape))
-    return _padding(frame, largest, largest.spec, 1)
-
-
-def _padding(frame: Frame, leaf: LeafPlan, spec: Spec, least: int) -> float:
-    """How many times its bytes a shard takes whose last dim is padded to whole lanes.
-
-    Args:
-      frame: the shard_map program around the pipeline.
-      leaf: the tensor.
-      spec: of the shard.
-      least: numbers in the last dim from which on it is padded.
-    """
-    if not leaf.shape:
-        return 1.0
-    last, lanes = leaf.shape[-1] // frame.ways(spec[-1]), lanes_of(frame.mesh)
-    return -(-last // lanes) * lanes / last if last >= least else 1.0
