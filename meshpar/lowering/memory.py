@@ -75,7 +75,7 @@ _HEAD_UNROLLED = 1.0
 its gradient."""
 
 _SCATTERED = 3.5
-"""Copies of the largest gradient of a pipeline while it is scattered.
+"""Copies of the gradients of embedding and head while a pipeline scatters them.
 
 All are fitted to the peaks of compiled programs (docs/measured_plans.md).
 """
@@ -102,7 +102,7 @@ class Held(NamedTuple):
       repeats: whether layers are computed again in the backward pass.
       in_ticks: whether gradients are added up from tick to tick.
       head_beside_layers: whether ticks run the head and layers backward.
-      scatters: whether ticks are followed by a scatter of the largest gradient.
+      scatters: whether gradients of embedding and head are scattered after all ticks.
       matrices: of the update of one device's whole matrices, after all passes.
     """
 
@@ -142,7 +142,8 @@ def predicted_memory(
         if held.head_beside_layers:
             layer += _HEAD_IN_TICKS * traced.largest
             layer += _GATHERED_BY_HEAD * held.gathered
-        head = _SCATTERED * traced.largest if held.scatters else 0.0
+        shared = traced.largest * (1 if traced.tied else 2)  # Embedding and head.
+        head = _SCATTERED * shared if held.scatters else 0.0
         if held.layer:
             # Compilers give memory to what ticks gather before the loop of ticks begins.
             gathered = _LAYER_IN_TICKS * (held.layer - held.experts)
