@@ -145,7 +145,7 @@ def predicted_memory(
         shared = traced.largest * (1 if traced.tied else 2)  # Embedding and head.
         head = _SCATTERED * shared if held.scatters else 0.0
         if held.layer:
-            # Compilers give memory to what ticks gather before the loop of ticks begins.
+            # What ticks gather has memory before the loop of ticks begins.
             gathered = _LAYER_IN_TICKS * (held.layer - held.experts)
             gathered += _GATHERED_EXPERTS * held.experts
             layer, head = layer + gathered, head + gathered
