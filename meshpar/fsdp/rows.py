@@ -28,7 +28,7 @@ def add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Param
     for path, total in sums.items():
         addend = new[path].astype(total.dtype)
         addend = addend if on is None else jnp.where(on, addend, 0)
-        if in_place and len(total) > 1:  # The only row is no slice.
+        if in_place and len(total) > 1:  # One row alone is no slice.
             result[path] = total.at[row].add(addend, mode="promise_in_bounds")
             continue
         before = lax.dynamic_index_in_dim(total, row, keepdims=False)

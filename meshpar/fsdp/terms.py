@@ -119,7 +119,7 @@ def _moves_once(
     tensors: tuple[tuple[tuple[int, ...], Any, ManualSharding], ...],
     sizes: tuple[tuple[str, int], ...],
     transport: Transport,
-    limits: tuple[int, int],
+    bounds: tuple[int, int],
 ) -> list[tuple[tuple[str, ...], int, Movement]]:
     """(axes, their devices, all movement) of tensors that move once.
 
@@ -130,17 +130,13 @@ def _moves_once(
       tensors: (shape, dtype, sharding) of each one.
       sizes: (mesh axis, size) of each one.
       transport: as in `declare_moves`.
-      limits: as `buckets.limits` gives them.
+      bounds: those of `buckets.limits`, which decide what moves together.
     """
-    del limits  # Others ask anew.
-    mesh = dict(sizes)
-    shardings = {str(i): sharding for i, (_, _, sharding) in enumerate(tensors)}
-    split = {
-        path: local_shape(jax.ShapeDtypeStruct(*tensor), sharding, mesh)
-        for (path, sharding), (*tensor, _) in zip(
-            shardings.items(), tensors, strict=True
-        )
-    }
+    del bounds  # A change of them is another question.
+    mesh, split, shardings = dict(sizes), {}, {}
+    for i, (shape, dtype, sharding) in enumerate(tensors):
+        whole, shardings[str(i)] = jax.ShapeDtypeStruct(shape, dtype), sharding
+        split[str(i)] = local_shape(whole, sharding, mesh)
     totals: dict[tuple, list[int]] = {}
     for axes in dict.fromkeys(sharding.axes for sharding in shardings.values()):
         group = {path: x for path, x in split.items() if shardings[path].axes == axes}
