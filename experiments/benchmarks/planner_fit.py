@@ -2,13 +2,12 @@
 
     python -m experiments.benchmarks.planner_fit
 
-Takes the programs for TPUs of `compiled_programs.json`, and those of
-`drawn_programs.json` that were drawn with --draws. Finds the factors
-(`meshpar.planner.seconds.Factors`) that predict the stated times best, by least squares
-of the logarithms of ratios. Prints the mean errors with the factors in use and with the
+Takes the programs for TPUs of `compiled_programs.json` and `drawn_programs.json`. Finds
+the factors (`meshpar.planner.seconds.Factors`) that predict the stated times best, by
+least squares of the logarithms of ratios. Prints the mean errors with the factors in use and with the
 new ones, which go into `FACTORS` of that file by hand. Programs with experts count only
 where jax 0.12 or newer compiled them: older compilers state cycles for grouped matmuls.
-Takes five minutes.
+Takes ten minutes.
 """
 
 from collections.abc import Sequence
@@ -31,13 +30,8 @@ _MOST = 50.0
 """The largest factor that is tried."""
 
 
-def programs(seed: int, predictor: Predictor) -> list[Compiled]:
-    """The programs to fit, of which the compiler states the time of all but kernels.
-
-    Args:
-      seed: of the draws.
-      predictor: of programs.
-    """
+def programs(predictor: Predictor) -> list[Compiled]:
+    """The programs to fit, of which the compiler states the time of all but kernels."""
 
     def is_stated(compiled: Compiled) -> bool:
         if compiled.seconds is None:
@@ -46,7 +40,7 @@ def programs(seed: int, predictor: Predictor) -> list[Compiled]:
         facts = predictor.candidates(compiled.case).facts
         return not (is_old and facts.flops.grouped)
 
-    drawn = (row.compiled for row in drawn_programs.read(seed))
+    drawn = (row.compiled for row in drawn_programs.read())
     return list(filter(is_stated, (*drawn, *compiled_programs.read())))
 
 
@@ -78,7 +72,7 @@ def main(_: Sequence[str]) -> int:
     command_line.use_cpu()
     meshpar.simulate(1)
     predictor = Predictor()
-    found = programs(drawn_programs.DRAWS.value, predictor)
+    found = programs(predictor)
     start = seconds.FACTORS
     new = fitted(start, predictor, found)
     stated = np.array([compiled.seconds for compiled in found])

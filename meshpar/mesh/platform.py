@@ -44,6 +44,9 @@ class Platform:
       adds_rows_in_place: whether a row of an array that is added to by `x.at[i].add` is
         read where it lies. One that is sliced, added to and written back is copied
         first (XLA:TPU, seen with libtpu 0.0.51).
+      copies_to_orders: whether a whole array is copied into another order in memory
+        where conditionals choose different ones for it, such as one that writes it and
+        one that reads a row (XLA:TPU, seen with libtpu 0.0.50).
       mixes_collectives: whether a collective that follows a loop and reads nothing of
         it may run among the collectives of the loop. Devices do not agree where, and
         the process aborts, waits for ever, or adds up what does not belong together
@@ -63,6 +66,7 @@ class Platform:
     reduces_late: bool = True
     shows_host_transfers: bool = False
     adds_rows_in_place: bool = False
+    copies_to_orders: bool = False
     mixes_collectives: bool = False
 
     def logits_in_memory(self, size: int) -> int:
@@ -88,6 +92,7 @@ TPU = Platform(
     on_chip_bytes=2**28,
     shows_host_transfers=True,
     adds_rows_in_place=True,
+    copies_to_orders=True,
 )
 
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}

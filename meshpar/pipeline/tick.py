@@ -24,6 +24,7 @@ from meshpar.mesh.order import in_turn
 from meshpar.pipeline.buffers import (
     ACTIVATIONS,
     GRADIENTS,
+    in_one_order,
     put_slot,
     take_slot,
     where_tree,
@@ -198,12 +199,18 @@ class Tick:
             saved = in_turn(last, saved)
         if carry.states is not None:
             dx, state = self.stage.backward_input(chunk, microbatch, saved, dy)
-            states = put_slot(carry.states, columns.b_state, state)
+            state = self._in_order(state)
+            states = self._in_order(put_slot(carry.states, columns.b_state, state))
             return carry._replace(dx=dx, states=states)
         dx, stack = self.stage.backward(
             chunk, microbatch, saved, dy, carry.sums.stack, columns.b_on > 0
         )
         return carry._replace(dx=dx, sums=carry.sums._replace(stack=stack))
+
+    def _in_order(self, states: Any) -> Any:
+        """What B saves for W, in one order in memory if both stand in conditionals."""
+        is_conditional = not isinstance(self.operations.weight, bool)
+        return in_one_order(states) if is_conditional else states
 
     def _embed_backward(self, carry: Carry) -> Carry:
         on = self.row.columns.b_first > 0
@@ -215,7 +222,7 @@ class Tick:
     def _weights(self, carry: Carry) -> Carry:
         """W, after B of the same tick, and before all that reads its result."""
         columns = self.row.columns
-        state = take_slot(carry.states, columns.w_state)
+        state = self._in_order(take_slot(carry.states, columns.w_state))
         state = in_turn(take_slot(carry.states, columns.b_state), state)
         stack = self.stage.backward_weights(
             columns.w_chunk, state, carry.sums.stack, columns.w_on > 0

@@ -1,0 +1,72 @@
+"""Buffers between the ticks of a pipeline, as compilers for TPUs lay them out."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+from support.tpu_programs import tpu
+
+from meshpar import mesh
+from meshpar.mesh import platform
+from meshpar.pipeline import buffers
+
+
+@pytest.mark.parametrize(
+    "shape, order",
+    [
+        ((), ()),
+        ((3,), (0,)),
+        ((2, 4, 1024, 256), (0, 1, 2, 3)),
+        ((2, 4, 1024, 12, 64), (0, 1, 3, 4, 2)),
+        ((2, 128, 1024, 12), (0, 1, 3, 2)),
+        ((2, 4, 12, 64), (0, 1, 2, 3)),
+    ],
+)
+def test_the_dim_that_fills_whole_tiles_varies_fastest(shape, order):
+    assert buffers._order(shape).major_to_minor == order
+
+
+@tpu
+def test_conditionals_that_write_and_read_a_buffer_copy_no_more_than_a_slot(
+    monkeypatch,
+):
+    monkeypatch.setattr(buffers, "traced_platform", lambda: platform.TPU)
+    (device, *_) = mesh.topology("v5e:2x2")
+    slots, depth, tokens, width = 3, 2, 512, 256
+
+    def summed(xs, ys, w, ticks):
+        def tick(carry, at):
+            def write(buffer):
+                def layer(x, _):
+                    x = jnp.tanh(x @ w)
+                    return x, x
+
+                saved = lax.scan(layer, xs[at], jnp.arange(depth))[1]
+                saved = buffers.in_one_order(saved)
+                return buffers.in_one_order(buffers.put_slot(buffer, at, saved))
+
+            def read(total):
+                def layer(total, x):
+                    return total + jnp.einsum("bld,ble->de", x, ys[at]), None
+
+                saved = buffers.in_one_order(buffers.take_slot(buffer, at))
+                return lax.scan(layer, total, saved)[0]
+
+            buffer, total = carry
+            buffer = lax.cond(at > 0, write, lambda x: x, buffer)
+            return (buffer, lax.cond(at < 2, read, lambda x: x, total)), None
+
+        buffer = jnp.zeros((slots, depth, *xs.shape[1:]), xs.dtype)
+        total = jnp.zeros((width, width), xs.dtype)
+        return lax.scan(tick, (buffer, total), ticks)[0][1]
+
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    x, w = like(slots, 4, tokens, width), like(width, width)
+    ticks = like(8, dtype=jnp.int32)
+    text = jax.jit(summed).lower(x, x, w, ticks).compile().as_text()
+    assert not re.search(rf"= bf16\[{slots},{depth},4,\S+ copy\(", text)
