@@ -4,10 +4,10 @@
 
 Takes the programs for TPUs of `compiled_programs.json` and `drawn_programs.json`. Finds
 the factors (`meshpar.planner.seconds.Factors`) that predict the stated times best, by
-least squares of the logarithms of ratios. Prints the mean errors with the factors in use and with the
-new ones, which go into `FACTORS` of that file by hand. Programs with experts count only
-where jax 0.12 or newer compiled them: older compilers state cycles for grouped matmuls.
-Takes ten minutes.
+least squares of the logarithms of ratios. Prints the mean errors with the factors in
+use and with the new ones, which go into `FACTORS` of that file by hand. Programs with
+experts count only where jax 0.12 or newer compiled them: older compilers state cycles
+for grouped matmuls. Takes ten minutes.
 """
 
 from collections.abc import Sequence
