@@ -77,18 +77,18 @@ class Factors(NamedTuple):
 
 
 FACTORS = Factors(
-    held=1.7,
-    saved=3.44,
-    looped=1.0,
-    summed=7.11,
+    held=1.68,
+    saved=3.64,
+    looped=0.88,
+    summed=9.16,
     state_moves=2.3,
-    tensor_moves=5.36,
-    grouped=14.34,
+    tensor_moves=4.79,
+    grouped=8.19,
     grouped_backward=0.0,
-    hidden=4.29,
-    hidden_backward=18.56,
+    hidden=0.0,
+    hidden_backward=22.48,
     copied=0.0,
-    copied_backward=0.14,
+    copied_backward=6.39,
 )
 """Those of the last fit to the cycles that compilers for TPUs state, by
 `experiments.benchmarks.planner_fit`."""

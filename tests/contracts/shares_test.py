@@ -96,7 +96,12 @@ def test_nothing_holds_what_a_compiler_chooses():
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=2,tensor=2", slow("pipe=2,data=2,tensor=2,microbatches=4")]
+    "layout",
+    [
+        "tensor=2",
+        slow("data=2,tensor=2"),
+        slow("pipe=2,data=2,tensor=2,microbatches=4"),
+    ],
 )
 def test_tokens_of_experts_over_tensor_are_declared_exactly(layout):
     """And no bound on what a compiler adds covers them."""

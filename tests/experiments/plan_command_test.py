@@ -26,6 +26,7 @@ def command(monkeypatch, capsys):
     return lambda *words: commands.run("plan", words, monkeypatch, capsys)
 
 
+OWN = f"--recipe={commands.ROOT}/tests/support/own_run.py:net", "--devices=2"
 PLAN = "--recipe=tiny", "--devices=4", "--set=model.vocab=64", "--forbid=pipe"
 
 
@@ -101,10 +102,7 @@ def test_bad_flags_are_refused_with_the_remedy(flag, command):
 @pytest.fixture
 def auto(tmp_path, monkeypatch, capsys):
     """A run of --layout=auto in tmp_path/run."""
-    text = tmp_path / "text.txt"
-    text.write_text("A line of the data, and then another one. " * 400)
-    words = [f"--data={text}", f"--workdir={tmp_path / 'run'}", "--recipe=tiny"]
-    words += ["--layout=auto", "--devices=2"]
+    words = *OWN, f"--workdir={tmp_path / 'run'}", "--layout=auto"
     return lambda *more: commands.run("run", [*words, *more], monkeypatch, capsys)
 
 
@@ -141,12 +139,8 @@ def test_a_run_takes_the_planners_layout_and_goes_on_with_it(auto, tmp_path, com
     assert other.code == 0, other.err
     assert "layout=auto plans again: batch_size was " in other.out
     # The planner takes the measured steps as they are.
-    small = (
-        *("--recipe=tiny", "--devices=2", "--set=model.vocab=64", "--top=2"),
-        *("--forbid=pipe,tensor,context", "--require=remat=none"),
-    )
     plain, slower = (
-        json.loads(command(*small, "--json", *more).out)
+        json.loads(command(*OWN, "--top=2", "--json", *more).out)
         for more in ([], [f"--measured={tmp_path / 'run'}"])
     )
     rows = metrics.read(tmp_path / "run" / metrics.METRICS)

@@ -25,20 +25,20 @@ from meshpar.runs.config import with_settings
 
 @tpu
 @pytest.mark.parametrize(
-    "layout, topology, least, most",
+    "layout, topology, rows, least, most",
     [
-        slow("data=8", "v5e:2x4", 2.0, 2.0),
-        slow("fsdp=8,zero=1", "v5e:2x4", 2.0, 2.0),
-        slow("fsdp=8,zero=2", "v5e:2x4", 2.0, 2.0),
-        slow("fsdp=8,prefetch=attention/q,remat=full", "v5e:2x4", 2.7, 3.0),
-        ("fsdp=8,remat=full", "v5p:2x2x2", 2.7, 3.0),
-        slow("data=2,fsdp=4,remat=full", "2*v5e:2x2", 2.5, 3.2),
-        slow("fsdp=4,tensor=2,remat=full", "v5e:2x4", 0, 99),
+        slow("data=8", "v5e:2x4", 32, 2.0, 2.0),
+        slow("fsdp=8,zero=1", "v5e:2x4", 32, 2.0, 2.0),
+        slow("fsdp=8,zero=2", "v5e:2x4", 32, 2.0, 2.0),
+        slow("fsdp=8,prefetch=attention/q,remat=full", "v5e:2x4", 32, 2.7, 3.0),
+        ("fsdp=8,remat=full", "v5p:2x2x2", 8, 2.7, 3.0),
+        slow("data=2,fsdp=4,remat=full", "2*v5e:2x2", 32, 2.5, 3.2),
+        slow("fsdp=4,tensor=2,remat=full", "v5e:2x4", 32, 0, 99),
     ],
 )
-def test_tpu_programs_keep_the_contract(layout, topology, least, most):
+def test_tpu_programs_keep_the_contract(layout, topology, rows, least, most):
     """Bytes on the wire, in payloads of all parameters times (n-1)/n, bfloat16."""
-    program = small().make_program(
+    program = small(batch_size=rows).make_program(
         meshpar.layouts.parse(layout), mesh.topology(topology)
     )
     assert program.violations() == []

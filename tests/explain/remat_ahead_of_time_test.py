@@ -41,7 +41,8 @@ def test_dots_keeps_what_the_forward_kernel_of_attention_gives(layout, heads, gr
 
     Keys are gathered a group of heads after the other, each with kernels of its own.
     """
-    config = with_settings(small(), [f"model.heads={heads}", f"model.kv_heads={heads}"])
+    settings = [f"model.heads={heads}", f"model.kv_heads={heads}"]
+    config = with_settings(small(batch_size=8), settings)
     layout = layouts.parse(f"{layout},remat=dots")
     program = config.make_program(layout, mesh.topology("v5e:2x4"))
     kernels = re.findall(

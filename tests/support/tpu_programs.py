@@ -23,6 +23,6 @@ tpu = pytest.mark.skipif(
 )
 
 
-def small():
+def small(batch_size=32):
     config = with_settings(recipes.get("bytes-llama"), SETTINGS)
-    return dataclasses.replace(config, compute_dtype="bfloat16", batch_size=32)
+    return dataclasses.replace(config, compute_dtype="bfloat16", batch_size=batch_size)

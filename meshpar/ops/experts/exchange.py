@@ -41,7 +41,7 @@ class Exchange:
             return x
         with purpose(why), unsplit():
             y = lax.all_to_all(
-                _widened(x), EXPERT, split_axis=0, concat_axis=0, tiled=True
+                widened(x), EXPERT, split_axis=0, concat_axis=0, tiled=True
             )
         y = y.astype(x.dtype)
         return checkpoint_name(y, EXPERT_ROWS) if is_saved else y
@@ -59,7 +59,7 @@ class Exchange:
         """
         if self.ways == 1:
             return x
-        wide, (gather, scatter) = _widened(x), _moves(_transport())
+        wide, (gather, scatter) = widened(x), _moves(_transport())
         with purpose(why), unsplit():
             y = with_transpose(gather, scatter)(wide) if has_gradient else gather(wide)
         return checkpoint_name(y.astype(x.dtype), EXPERT_ROWS)
@@ -77,7 +77,7 @@ class Exchange:
             return x
         gather, scatter = _moves(_transport())
         with purpose(why), unsplit():
-            return with_transpose(scatter, gather)(_widened(x)).astype(x.dtype)
+            return with_transpose(scatter, gather)(widened(x)).astype(x.dtype)
 
 
 Collective = Callable[[Array], Array]
@@ -108,7 +108,7 @@ def with_transpose(fn: Collective, transpose: Collective) -> Collective:
     return run
 
 
-def _widened(x: Array) -> Array:
+def widened(x: Array) -> Array:
     """Casts to the dtype in which collectives of the platform move floats."""
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     wide = floating and traced_platform().widens_collectives

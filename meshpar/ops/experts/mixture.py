@@ -114,8 +114,10 @@ def _dispatched(
         return _OnShards(config, activation)(x_BLD, routing, experts)
     scope.experts_used = True
     (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
-    if scope.manual_axes:
-        sizes = scope.mesh.shape
+    sizes = scope.mesh.shape
+    # Where they are all axes in use, no shard_map need be around those of the mlp dim.
+    splits_alone = ways_of(mlp_axes, sizes) == scope.mesh.size > 1
+    if scope.manual_axes or splits_alone:
         # In the order of the mesh: the order of a set differs between processes.
         token_axes = in_use((a for a in TOKEN_AXES if a in scope.manual_axes), sizes)
         ways = config.num_experts // len(experts.up)
@@ -129,7 +131,7 @@ def _dispatched(
     if split is None:
         # A few sequences, such as a sample: the compiler splits what it can.
         return _OnShards(config, activation)(x_BLD, routing, experts)
-    token_axes, ways = tuple(itertools.chain(*split)), scope.mesh.shape[EXPERT]
+    token_axes, ways = tuple(itertools.chain(*split)), sizes[EXPERT]
     _check_divides(experts, config, ways, mlp_axes, scope)
     run = _OnShards(config, activation, token_axes, ways, mlp_axes)
     return _on_shards(run, x_BLD, routing, experts, scope, partition_spec(split))

@@ -16,14 +16,14 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array, num_bytes, vary
-from meshpar.collectives.transport import Transports, transports_for
+from meshpar.arrays import Array, vary
+from meshpar.collectives.transport import ONE_SHOT
 from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import ways_of
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import Scope, activation_axes
 from meshpar.ops.experts.config import Experts
-from meshpar.ops.experts.exchange import Collective, with_transpose
+from meshpar.ops.experts.exchange import Collective, widened, with_transpose
 from meshpar.ops.tensor_split import INTO, OUT, mapped_unchecked
 
 Outputs = Callable[[Array, Array, Array, Experts], tuple[Array, Any]]
@@ -39,13 +39,11 @@ class MlpSplit:
       axes: the automatic axes that split it.
       automatic: all automatic axes.
       by_length: whether they split the length of sequences between blocks.
-      transports: how tokens move along them.
     """
 
     axes: tuple[str, ...]
     automatic: frozenset[str]
     by_length: bool
-    transports: Transports
 
     @classmethod
     def of(
@@ -64,8 +62,7 @@ class MlpSplit:
         (between,) = activation_axes(scope, ["residual_length"], call)
         divides = x_BLD.shape[1] % ways_of(axes, scope.mesh.shape) == 0
         automatic = frozenset(scope.mesh.axis_names) - scope.manual_axes
-        transports = transports_for(scope.mesh, axes)
-        return cls(axes, automatic, between == axes and divides, transports)
+        return cls(axes, automatic, between == axes and divides)
 
     def run(
         self,
@@ -129,24 +126,21 @@ class MlpSplit:
             return with_transpose(add, gather)(y)
 
     def _moves(self) -> tuple[Collective, Collective]:
-        """(gather, add) of values of tokens, which are each other's transposes."""
-        axes, transport = self.axes, self.transports.gradients
+        """(gather, add) of values of tokens, which are each other's transposes.
 
-        def widened(x: Array) -> Array:
-            return x.astype(self.transports.wire_dtype(x.dtype))
+        They are collectives of the compiler on all platforms: no matmul of the experts
+        could run beside the steps of a ring, and each step adds or copies its part.
+        """
 
         def gather(x: Array) -> Array:
             if not self.by_length:
                 return x
-            wide = widened(x)
-            way = transport.for_gathers(num_bytes(wide) * jax.lax.axis_size(axes))
-            return way.all_gather(wide, axes, 1).astype(x.dtype)
+            return ONE_SHOT.all_gather(widened(x), self.axes, 1).astype(x.dtype)
 
         def add(x: Array) -> Array:
-            wide = widened(x)
             if self.by_length:
-                return transport.reduce_scatter(wide, axes, 1).astype(x.dtype)
-            return jax.lax.psum(wide, axes).astype(x.dtype)
+                return ONE_SHOT.reduce_scatter(widened(x), self.axes, 1).astype(x.dtype)
+            return jax.lax.psum(widened(x), self.axes).astype(x.dtype)
 
         return gather, add
 
