@@ -19,5 +19,5 @@ def text(tmp_path_factory):
 def unbroken(text, tmp_path_factory):
     """Losses of a run that nothing disturbed, and its folder."""
     workdir = tmp_path_factory.mktemp("unbroken")
-    assert train(config(text, workdir, sample_tokens=5), profile=True) == 0
+    assert train(config(text, workdir, sample_tokens=5)) == 0
     return losses(workdir), workdir

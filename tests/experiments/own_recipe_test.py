@@ -1,10 +1,11 @@
 """Commands on a recipe of your own: a file, and nothing of the project's catalog."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from support import commands, own_run, processes
-from support.tiny_runs import ROOT, losses
+from support.tiny_runs import ROOT, losses, stop_after
 
 import meshpar
 from meshpar.runs import goodput, metrics, recipe_file
@@ -20,7 +21,7 @@ from meshpar.runs.catalog import FILES_ALONE
 from meshpar.runs.config import with_settings
 from meshpar.runs.data import Place
 from meshpar.runs.stored import stored_config
-from meshpar.runs.trainer import Trainer
+from meshpar.runs.trainer import RESTART, Trainer
 
 RECIPE = f"{ROOT}/tests/support/own_run.py:net"
 
@@ -59,17 +60,17 @@ def undisturbed():
     return found, float(evaluated)
 
 
-def test_a_run_goes_on_in_two_processes_under_another_layout(undisturbed, tmp_path):
-    """It is killed after a checkpoint; batches and losses are as undisturbed."""
+def test_a_run_goes_on_in_two_processes_under_another_layout(
+    undisturbed, tmp_path, on_own
+):
+    """A signal stops it; batches and losses are as undisturbed."""
     workdir = tmp_path / "w"
-    words = [f"--recipe={RECIPE}", f"--workdir={workdir}", "--set=checkpoint_every=3"]
-    run = [sys.executable, "-m", "experiments.run", *words]
-    one = [*run, "--layout=fsdp=2", "--set=evaluate_every=100"]
-    process = subprocess.Popen(one, cwd=ROOT)
-    while not (workdir / "checkpoints" / "3").exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    words = [f"--workdir={workdir}", "--set=checkpoint_every=3"]
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        stopped = on_own("run", *words, "--layout=fsdp=2", "--devices=2")
+    assert stopped.code == RESTART, stopped.err
+    run = [sys.executable, "-m", "experiments.run", f"--recipe={RECIPE}", *words]
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
     done = subprocess.run(
         [*launch, *run, "--layout=pipe=2,data=2"],
