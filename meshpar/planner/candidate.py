@@ -17,7 +17,7 @@ from meshpar.compose import (
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import PIPE
-from meshpar.layouts.layer_uses import FEATURES, ROWS
+from meshpar.layouts.layer_uses import FEATURES, ROWS, splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.refusals.of_training import OF_TRAINING
@@ -150,6 +150,8 @@ class Candidates:
             combined = combination(self.facts.model, layout)
             if reason := first_reason(combined, OF_TRAINING):
                 raise LayoutError(reason)
+            if splits_rows(layout.layers):
+                self.facts.check_rows()
             lowering = self._lowering(layout)
             terms, sends = tuple(self._declared(lowering)), self._sends(lowering)
             runner = lowering.runner

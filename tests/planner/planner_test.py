@@ -116,6 +116,18 @@ def test_gradients_that_are_reduced_once_a_step_are_whole_until_then(facts, cand
     assert three == pytest.approx(2 * whole / 8, rel=0.05)
 
 
+def test_activations_without_rows_of_their_own_are_refused_as_by_lower():
+    """A mixture passes its losses on beside the activations."""
+    of, layout = model(num_experts=4), parse("fsdp=4,tensor=2,layers=fsdp")
+    own = Facts(of, OPTIMIZER, shapes(), None, jax.devices())
+    candidates = Candidates(own, machine_of(jax.devices()[:8]))
+    with pytest.raises(LayoutError, match="no dim that holds the rows") as lowered:
+        lower(layout, of)
+    with pytest.raises(LayoutError) as planned:
+        candidates.candidate(layout)
+    assert str(planned.value) == str(lowered.value)
+
+
 def test_layers_that_split_rows_move_weights_in_place_of_activations(candidates):
     features, mix, rows = (
         candidates.candidate(parse(f"fsdp=2,tensor=4,layers={layers}")).seconds
