@@ -35,6 +35,9 @@ LAYOUTS = [
     slow("capacity fsdp=2,expert=4,zero=2,microbatches=2,params.embed=fsdp+expert"),
     slow("capacity data=2,fsdp=2,expert=2,remat=full"),
     slow("capacity data=2,tensor=2"),
+    slow("capacity tensor=4,remat=full"),
+    slow("dropless tensor=2,microbatches=2"),
+    slow("dropless tensor=2 jit"),
     slow("capacity pipe=2,data=2,microbatches=2"),
     slow("capacity pipe=2,expert=2,tensor=2,microbatches=4,save=residuals"),
     slow(
