@@ -208,7 +208,7 @@ class Tick:
         return carry._replace(dx=dx, sums=carry.sums._replace(stack=stack))
 
     def _in_order(self, states: Any) -> Any:
-        """What B saves for W, in one order in memory if both stand in conditionals."""
+        """Values that B saves for W; conditionals need them in one order in memory."""
         is_conditional = not isinstance(self.operations.weight, bool)
         return in_one_order(states) if is_conditional else states
 
