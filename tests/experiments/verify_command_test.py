@@ -42,19 +42,14 @@ def test_random_layouts_leave_out_the_layout(verify):
     assert done.code == 2 and "leave out --layout" in done.err
 
 
-def test_verify_command_proves_and_names_differences(monkeypatch, capsys):
-    own = f"--recipe={commands.ROOT}/tests/support/own_run.py:net"
-    words = "--layout=pipe=2,fsdp=2", "--devices=4", "--verify_steps=2"
-
-    def verify(*more):
-        return commands.run("verify", [own, *words, *more], monkeypatch, capsys)
-
-    done = verify()
+def test_verify_command_proves_and_names_differences(verify):
+    words = "--layout=fsdp=2,tensor=2", "--devices=4", "--verify_steps=2"
+    done = verify(*words)
     assert not done.code, done.out + done.err
     last = done.out.strip().splitlines()[-1]
-    assert last.startswith("EQUAL: pipe=2,fsdp=2"), last
+    assert last.startswith("EQUAL: fsdp=2,tensor=2,zero=3"), last
     # A tolerance below rounding finds a difference, names it and exits 1.
-    done = verify("--json", "--tolerance=1e-12")
+    done = verify(*words, "--json", "--tolerance=1e-12")
     assert done.code == 1, done.err
     found = json.loads(done.out)
     assert not found["equal"]
@@ -64,7 +59,6 @@ def test_verify_command_proves_and_names_differences(monkeypatch, capsys):
     assert kinds == {
         "evaluation",
         "loss",
-        "metric",
         "gradient",
         "grad_norm",
         "optimizer",
