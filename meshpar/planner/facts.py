@@ -128,10 +128,10 @@ class Facts:
         return used_names(self.model, self.batch_of(_ROWS[0]), self.devices[0])
 
     def check_rows(self) -> None:
-        """Whether devices along `tensor` may get rows of their own in some layers.
+        """Refuses layers that split rows over `tensor` if activations do not allow it.
 
         Raises:
-          LayoutError: they may not, as in `row_dims`.
+          LayoutError: the refusal of `row_dims`.
         """
         if self._rows_refusal is not None:
             raise self._rows_refusal.with_traceback(None)
