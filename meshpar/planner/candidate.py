@@ -32,6 +32,7 @@ from meshpar.mesh.machine import Machine
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.model import Model
 from meshpar.models.model_checks import CheckedParts
+from meshpar.models.row_dims import RowDims, row_dims
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
@@ -99,6 +100,7 @@ class Candidates:
         self.facts, self.machine = facts, machine
         self._meshes: dict[tuple, Mesh | LayoutError] = {}
         self._plans: dict[tuple, Plan | LayoutError] = {}
+        self._row_dims: dict[tuple, RowDims | LayoutError] = {}
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
         self._moves = LayerMoves(facts)
         self._last: tuple[tuple, dict[bool, _Shared]] = (), {}
@@ -151,7 +153,7 @@ class Candidates:
             if reason := first_reason(combined, OF_TRAINING):
                 raise LayoutError(reason)
             if splits_rows(layout.layers):
-                self.facts.check_rows()
+                self._check_rows()
             lowering = self._lowering(layout)
             terms, sends = tuple(self._declared(lowering)), self._sends(lowering)
             runner = lowering.runner
@@ -159,6 +161,12 @@ class Candidates:
             largest = largest_weight(self.facts.layered, lowering.plan)
             found[saves] = _Shared(lowering, terms, row_terms, sends, largest)
         return found[saves]
+
+    def _check_rows(self) -> None:
+        """Refuses layers that split rows, if activations do not allow it."""
+        model, why = self.facts.model, f"layers={ROWS}"
+        args = model.layered, model.params, self.facts.batch, why
+        _kept(self._row_dims, (), lambda: row_dims(*args))
 
     def _lowering(self, layout: Layout) -> ShardMapLowering:
         """The lowering of a layout, of which nothing is traced."""

@@ -17,9 +17,9 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from meshpar.arrays import Params, abstract, abstract_layer
-from meshpar.errors import LayoutError, MeshparError
+from meshpar.errors import MeshparError
 from meshpar.layouts.axes import AXES
-from meshpar.layouts.layer_uses import ROWS, splits_rows
+from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.remat import NONE, named_values
@@ -38,7 +38,6 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import on_one_device
-from meshpar.models.row_dims import row_dims
 from meshpar.planner.exchanges import Law, by_law, exchange_of, law_of
 from meshpar.planner.flops import (
     Flops,
@@ -126,23 +125,6 @@ class Facts:
     def used(self) -> "UsedNames":
         """The names that the model uses."""
         return used_names(self.model, self.batch_of(_ROWS[0]), self.devices[0])
-
-    def check_rows(self) -> None:
-        """Refuses layers that split rows over `tensor` if activations do not allow it.
-
-        Raises:
-          LayoutError: the refusal of `row_dims`.
-        """
-        if self._rows_refusal is not None:
-            raise self._rows_refusal.with_traceback(None)
-
-    @functools.cached_property
-    def _rows_refusal(self) -> LayoutError | None:
-        try:
-            row_dims(self.layered, self.model.params, self.batch, f"layers={ROWS}")
-        except LayoutError as error:
-            return error
-        return None
 
     def batch_of(self, rows: int) -> Any:
         """The abstract batch with another number of rows."""
