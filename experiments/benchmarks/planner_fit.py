@@ -1,13 +1,14 @@
 """Fits the planner's factors to the times that compilers state.
 
-    python -m experiments.benchmarks.planner_fit
+    python -m experiments.benchmarks.planner_fit --draws=3
 
-Takes the programs for TPUs of `compiled_programs.json` and `drawn_programs.json`. Finds
-the factors (`meshpar.planner.seconds.Factors`) that predict the stated times best, by
-least squares of the logarithms of ratios. Prints the mean errors with the factors in
-use and with the new ones, which go into `FACTORS` of that file by hand. Programs with
-experts count only where jax 0.12 or newer compiled them: older compilers state cycles
-for grouped matmuls. Takes ten minutes.
+Takes the programs for TPUs of `compiled_programs.json`, and those of
+`drawn_programs.json` with seeds from 1 to --draws. Finds the factors
+(`meshpar.planner.seconds.Factors`) that predict the stated times best, by least squares
+of the logarithms of ratios. Prints the mean errors with the factors in use and with the
+new ones, which go into `FACTORS` of that file by hand. Programs with experts count only
+where jax 0.12 or newer compiled them: older compilers state cycles for grouped matmuls.
+Takes ten minutes.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,13 @@ _MOST = 50.0
 """The largest factor that is tried."""
 
 
-def programs(predictor: Predictor) -> list[Compiled]:
-    """The programs to fit, of which the compiler states the time of all but kernels."""
+def programs(last: int, predictor: Predictor) -> list[Compiled]:
+    """The programs to fit, of which the compiler states the time of all but kernels.
+
+    Args:
+      last: seed of draws to fit; later ones are left to judge the fit.
+      predictor: of programs.
+    """
 
     def is_stated(compiled: Compiled) -> bool:
         if compiled.seconds is None:
@@ -40,7 +46,7 @@ def programs(predictor: Predictor) -> list[Compiled]:
         facts = predictor.candidates(compiled.case).facts
         return not (is_old and facts.flops.grouped)
 
-    drawn = (row.compiled for row in drawn_programs.read())
+    drawn = (row.compiled for row in drawn_programs.read() if row.seed <= last)
     return list(filter(is_stated, (*drawn, *compiled_programs.read())))
 
 
@@ -72,7 +78,7 @@ def main(_: Sequence[str]) -> int:
     command_line.use_cpu()
     meshpar.simulate(1)
     predictor = Predictor()
-    found = programs(predictor)
+    found = programs(drawn_programs.DRAWS.value, predictor)
     start = seconds.FACTORS
     new = fitted(start, predictor, found)
     stated = np.array([compiled.seconds for compiled in found])

@@ -99,7 +99,7 @@ def test_nothing_holds_what_a_compiler_chooses():
     "layout",
     [
         "tensor=2",
-        slow("data=2,tensor=2"),
+        "data=2,tensor=2",
         slow("pipe=2,data=2,tensor=2,microbatches=4"),
     ],
 )

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from support.tiny_models import lower
 from support.tpu_programs import tpu
 
 from meshpar import mesh
+from meshpar.jaxprs.walk import equations
 from meshpar.mesh import platform
 from meshpar.pipeline import buffers
 
@@ -27,6 +29,16 @@ from meshpar.pipeline import buffers
 )
 def test_the_dim_that_fills_whole_tiles_varies_fastest(shape, order):
     assert buffers._order(shape).major_to_minor == order
+
+
+@pytest.mark.parametrize("beside, diverges", [("data=2", True), ("context=2", False)])
+def test_what_conditionals_save_for_others_has_one_order(beside, diverges, monkeypatch):
+    """Stages with collectives of their own run in lock step, without conditionals."""
+    monkeypatch.setattr(buffers, "traced_platform", lambda: platform.TPU)
+    program = lower(f"pipe=2,{beside},microbatches=2,schedule=zb_h1")
+    eqns = equations(program.inspection.traced.jaxpr.jaxpr)
+    fixed = any(eqn.primitive.name == "layout_constraint" for eqn in eqns)
+    assert fixed == diverges
 
 
 @tpu
