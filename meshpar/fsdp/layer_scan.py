@@ -9,7 +9,7 @@ soon as it exists. Weights may be gathered one layer ahead, beside a layer's com
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,28 @@ from meshpar.fsdp.rows import Rows, add_to_row, write_row
 from meshpar.fsdp.saved import Residuals, Saved, VjpReader
 from meshpar.fsdp.sharding import automatic_axes
 from meshpar.fsdp.split_backward import SplitBackward
+from meshpar.layouts.stacks import Stacks
 from meshpar.mesh.order import after
+from meshpar.mesh.platform import traced_platform
+
+
+class _Weights(NamedTuple):
+    """Weights of one layer.
+
+    Attributes:
+      whole: {path: weight}.
+      stacks: of those that are rows as they stand.
+    """
+
+    whole: Params
+    stacks: Stacks
+
+    @property
+    def all_read(self) -> Params:
+        """All arrays that a layer reads for its weights, each by a name of its own."""
+        arrays, row = self.stacks
+        stacks = {f" stack of {path}": x for path, x in arrays.items()}
+        return self.whole | stacks | ({" row": row} if stacks else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +50,8 @@ class LayerScan:
     """Runs consecutive layers of a stack inside shard_map, forward and backward.
 
     Attributes:
-      layer: (weights of one layer, x, its number, context) -> x of the same shapes.
+      layer: (weights of one layer, x, its number, context, stacks of some of them) ->
+        x of the same shapes.
       gather: (leaves, constants) of one layer, {path: array} -> its whole weights; a
         subset of the paths gives that subset of the weights. The weights are
         differentiated by the paths of the leaves.
@@ -53,7 +75,7 @@ class LayerScan:
         and each layer's residuals are arrays of their own: none is copied into a stack.
     """
 
-    layer: Callable[[Params, Any, Array, Any], Any]
+    layer: Callable[[Params, Any, Array, Any, Stacks], Any]
     gather: Callable[[Params, Params], Params]
     reduce: Callable[[Params], Params]
     context: Any = ()
@@ -73,7 +95,7 @@ class LayerScan:
 
     def _sweep(
         self,
-        run_layer: Callable[[Any, Params, Array, Array, Any], tuple[Any, Any]],
+        run_layer: Callable[[Any, _Weights, Array, Array, Any], tuple[Any, Any]],
         carry: Any,
         leaves: Params,
         constants: Params,
@@ -99,24 +121,29 @@ class LayerScan:
 
         activations = carry
 
-        def gather(i: Any, ahead: bool, in_loop: bool) -> Params:
+        def gather(i: Any, ahead: bool, in_loop: bool) -> _Weights:
             own = layer_slice(is_ahead(leaves, ahead), i)
             fixed = layer_slice(is_ahead(constants, ahead), i)
             fixed = to_device(fixed) if self.streams else fixed
             if not in_loop:
                 own, fixed = self._after(activations, (own, fixed))
-            return self.gather(own, fixed)
+            whole = self.gather(own, fixed)
+            stacks: Params = {}
+            for tree, slices in ((leaves, own), (constants, fixed)):
+                stacks |= {p: tree[p] for p, x in slices.items() if x is whole.get(p)}
+            return _Weights(whole, _read_in_place(stacks, start + i))
 
         def prefetch(i: Any, in_loop: bool) -> Params:
-            return gather(i, True, in_loop) if self.ahead else {}
+            return gather(i, True, in_loop).whole if self.ahead else {}
 
         is_loop = depth > self.unroll  # Compilers write a loop of one round out.
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
             (carry, ready), (i, number, saved) = state, x
             following = prefetch((i + (depth - 1 if reverse else 1)) % depth, is_loop)
-            gathered = gather(i, False, is_loop)
-            carry, y = run_layer(carry, ready | gathered, start + i, number, saved)
+            own = gather(i, False, is_loop)
+            weights = own._replace(whole=ready | own.whole)
+            carry, y = run_layer(carry, weights, start + i, number, saved)
             return (carry, following), y
 
         first = carry, prefetch(depth - 1 if reverse else 0, in_loop=False)
@@ -167,9 +194,9 @@ class LayerScan:
         """
 
         def run_layer(
-            x: Any, weights: Params, _: Array, number: Array, __: None
+            x: Any, weights: _Weights, _: Array, number: Array, __: None
         ) -> tuple[Any, None]:
-            y = self.layer(weights, x, number, self.context)
+            y = self.layer(weights.whole, x, number, self.context, weights.stacks)
             return self._unless_padding(number, y, x), None
 
         return self._sweep(run_layer, x, leaves, constants, rows, None)[0]
@@ -183,13 +210,15 @@ class LayerScan:
         """
 
         def run_layer(
-            x: Any, weights: Params, _: Array, number: Array, __: None
+            x: Any, weights: _Weights, _: Array, number: Array, __: None
         ) -> tuple[Any, Saved]:
-            def layer(trained: Params, x: Any) -> Any:
-                return self.layer(weights | trained, x, number, self.context)
+            whole, stacks = weights
 
-            y, vjp = jax.vjp(layer, {path: weights[path] for path in leaves}, x)
-            saved = VjpReader.save(vjp, weights | self._beside(self.kept(x)))
+            def layer(trained: Params, x: Any) -> Any:
+                return self.layer(whole | trained, x, number, self.context, stacks)
+
+            y, vjp = jax.vjp(layer, {path: whole[path] for path in leaves}, x)
+            saved = VjpReader.save(vjp, weights.all_read | self._beside(self.kept(x)))
             saved = saved.on_host() if self.saves_on_host else saved
             return self._unless_padding(number, y, x), saved
 
@@ -223,10 +252,10 @@ class LayerScan:
         """
 
         def run_layer(
-            carry: tuple, weights: Params, row: Array, number: Array, saved: Saved
+            carry: tuple, weights: _Weights, row: Array, number: Array, saved: Saved
         ) -> tuple[tuple, Params]:
             dy, stack = carry
-            known = weights | self._beside(residuals.kept)
+            known = weights.all_read | self._beside(residuals.kept)
             saved = saved.on_device() if self.saves_on_host else saved
             dweights, dx = self._vjp(known, saved, dy)
             dweights = self._mask_gradient(number, dweights)
@@ -277,11 +306,11 @@ class LayerScan:
             return saved.reader.vjp(saved, weights | beside)(dy)
 
         def run_layer(
-            dy: Any, weights: Params, _: Array, number: Array, saved: Saved
+            dy: Any, weights: _Weights, _: Array, number: Array, saved: Saved
         ) -> tuple[Any, Saved]:
             args = saved, dy, self._beside(residuals.kept)
-            split = SplitBackward.of(backward, weights, args)
-            dx, arrays = split.run_first(weights, args)
+            split = SplitBackward.of(backward, weights.all_read, args)
+            dx, arrays = split.run_first(weights.all_read, args)
             state = Saved.of(arrays, split, len(split.first), len(split.second))
             return self._unless_padding(number, dx, dy), state
 
@@ -304,10 +333,21 @@ class LayerScan:
         """
 
         def run_layer(
-            sums: Params, weights: Params, row: Array, number: Array, state: Saved
+            sums: Params, weights: _Weights, row: Array, number: Array, state: Saved
         ) -> tuple[Params, None]:
-            gradient = state.reader.run_second(weights, state.unpack())
+            gradient = state.reader.run_second(weights.all_read, state.unpack())
             gradient = self.reduce(self._mask_gradient(number, gradient))
             return add_to_row(sums, gradient, row, on), None
 
         return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]
+
+
+def _read_in_place(stacks: Params, row: Any) -> Stacks:
+    """The stacks of which kernels may read one row where it lies.
+
+    Grouped matmuls alone copy rows: those of a matrix for each expert.
+    """
+    if not traced_platform().copies_rows:
+        return Stacks({}, None)
+    chosen = {p: x for p, x in stacks.items() if x.ndim == 4 and len(x) > 1}
+    return Stacks(chosen, jnp.asarray(row, jnp.int32) if chosen else None)

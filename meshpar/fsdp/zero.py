@@ -35,6 +35,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.remat import NONE
 from meshpar.layouts.scope import with_policy
+from meshpar.layouts.stacks import Stacks, standing
 from meshpar.mesh.order import after
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
@@ -225,8 +226,13 @@ class Zero:
         """
         context = jax.tree.map(self.vary, context)
 
-        def layer(weights: Params, x: Any, i: Array, context: Any) -> Any:
-            y = self.layered.layer(self.cast(weights), x, fold_key(key, i), context)
+        def layer(
+            weights: Params, x: Any, i: Array, context: Any, stacks: Stacks
+        ) -> Any:
+            cast, places = self.cast(weights), stacks.places()
+            same = (path for path in places if cast[path] is weights[path])
+            with standing((cast[path], places[path]) for path in same):
+                y = self.layered.layer(cast, x, fold_key(key, i), context)
             return jax.tree.map(self.vary, y)
 
         def reduce(grads: Params) -> Params:

@@ -120,7 +120,7 @@ def deferred_bytes(
     leaves = {path: w for path, w in stack.items() if path in trained}
     constants = {path: w for path, w in stack.items() if path not in trained}
     scan = LayerScan(
-        lambda weights, x, _, context: layer(weights, x, key, context),
+        lambda weights, x, _, context, __: layer(weights, x, key, context),
         lambda leaves, constants: leaves | constants,
         lambda gradient: gradient,
         context,

@@ -44,6 +44,8 @@ class Platform:
       adds_rows_in_place: whether a row of an array that is added to by `x.at[i].add` is
         read where it lies. One that is sliced, added to and written back is copied
         first (XLA:TPU, seen with libtpu 0.0.51).
+      copies_rows: whether a row of a stack is copied before a grouped matmul reads it
+        (XLA:TPU, seen with libtpu 0.0.50).
       copies_to_orders: whether a whole array is copied into another order in memory
         where conditionals choose different ones for it, such as one that writes it and
         one that reads a row (XLA:TPU, seen with libtpu 0.0.50).
@@ -66,6 +68,7 @@ class Platform:
     reduces_late: bool = True
     shows_host_transfers: bool = False
     adds_rows_in_place: bool = False
+    copies_rows: bool = False
     copies_to_orders: bool = False
     mixes_collectives: bool = False
 
@@ -92,6 +95,7 @@ TPU = Platform(
     on_chip_bytes=2**28,
     shows_host_transfers=True,
     adds_rows_in_place=True,
+    copies_rows=True,
     copies_to_orders=True,
 )
 

@@ -20,7 +20,7 @@ from meshpar.layouts.axes import EXPERT
 from meshpar.ops.experts.capacity import RunExperts
 from meshpar.ops.experts.config import MixtureConfig
 from meshpar.ops.experts.exchange import Exchange
-from meshpar.ops.experts.grouped_matmul import BLOCK, grouped_matmuls
+from meshpar.ops.experts.grouped_matmul import grouped_matmuls, in_groups
 from meshpar.ops.experts.rows import Missing, inverse_index, take_rows
 from meshpar.ops.experts.statistics import Lost
 
@@ -73,8 +73,7 @@ class _Received(NamedTuple):
 def _received(counts_NE: Array, num_slots: int) -> _Received:
     """The places of received rows, from their counts by source and expert."""
     num_experts = counts_NE.shape[1]
-    sizes_E = -(-jnp.sum(counts_NE, axis=0) // BLOCK) * BLOCK
-    num_rows = -(-num_slots // BLOCK) * BLOCK + num_experts * BLOCK
+    sizes_E, num_rows = in_groups(jnp.sum(counts_NE, axis=0), num_slots)
     start_NE = (jnp.cumsum(sizes_E) - sizes_E)[None]
     start_NE += jnp.cumsum(counts_NE, axis=0) - counts_NE
     ends_NE = jnp.cumsum(counts_NE, axis=1)
@@ -173,10 +172,9 @@ def _rows(expert: Array, num_experts: int, per_token: int, most: int) -> _Receiv
     """
     is_here = expert < num_experts
     most = min(most, len(expert) // per_token * min(per_token, num_experts))
-    num_rows = -(-most // BLOCK) * BLOCK + num_experts * BLOCK
     rank = inverse_index(jnp.argsort(expert, stable=True), len(expert))
     counts_E = jnp.sum(expert[:, None] == jnp.arange(num_experts)[None], axis=0)
-    sizes_E = -(-counts_E // BLOCK) * BLOCK
+    sizes_E, num_rows = in_groups(counts_E, most)
     moved_E = jnp.cumsum(sizes_E - counts_E) - (sizes_E - counts_E)
     place = rank + moved_E[jnp.minimum(expert, num_experts - 1)]
     return _Received(jnp.where(is_here, place, num_rows), num_rows, sizes_E)

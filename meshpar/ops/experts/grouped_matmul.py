@@ -14,11 +14,27 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshpar.arrays import Array, vary
 from meshpar.layouts.scope import current_scope
+from meshpar.layouts.stacks import InStack, place_of
 from meshpar.mesh.order import zero_after
 from meshpar.mesh.platform import TPU, traced_platform
 
 BLOCK = 64
 """Rows of a block; groups are padded to whole blocks."""
+
+
+def in_groups(counts_E: Array, most: int) -> tuple[Array, int]:
+    """(rows of each group, rows of all) for `grouped_matmul`.
+
+    Loops over blocks need whole blocks; kernels that divide rows themselves do not.
+
+    Args:
+      counts_E: int32 rows of each group that are in use.
+      most: most of them in all groups.
+    """
+    num_rows = -(-most // BLOCK) * BLOCK
+    if traced_platform() is TPU:
+        return counts_E, num_rows
+    return -(-counts_E // BLOCK) * BLOCK, num_rows + len(counts_E) * BLOCK
 
 
 def grouped_matmul(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
@@ -36,7 +52,7 @@ def grouped_matmul(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
     Source: Gale et al., MegaBlocks, arXiv:2211.15841, section 5.1.
     """
     if traced_platform() is TPU:
-        return by_ragged_dot(x_SD, w_EDF, sizes_E)
+        return grouped_matmuls(x_SD, (w_EDF,), sizes_E)[0]
     if scope := current_scope():
         scope.looped_flops.append(2.0 * x_SD.size * w_EDF.shape[-1])
     return in_blocks(x_SD, w_EDF, sizes_E)
@@ -47,23 +63,50 @@ def grouped_matmuls(
 ) -> list[Array]:
     """`grouped_matmul` of the same rows with several matrices of equal shapes."""
     if traced_platform() is TPU:
-        return list(by_ragged_dots(x_SD, tuple(weights), sizes_E))
+        places = tuple(map(place_of, weights))
+        return list(by_ragged_dots(x_SD, tuple(weights), places, sizes_E))
     return [grouped_matmul(x_SD, w_EDF, sizes_E) for w_EDF in weights]
 
 
 def by_ragged_dot(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
     """`grouped_matmul` by `lax.ragged_dot`, whose backward pass frees rows early."""
-    (y_SF,) = by_ragged_dots(x_SD, (w_EDF,), sizes_E)
+    (y_SF,) = by_ragged_dots(x_SD, (w_EDF,), (None,), sizes_E)
     return y_SF
 
 
 @jax.custom_vjp
 def by_ragged_dots(
-    x_SD: Array, weights: tuple[Array, ...], sizes_E: Array
+    x_SD: Array,
+    weights: tuple[Array, ...],
+    places: tuple[InStack | None, ...],
+    sizes_E: Array,
 ) -> tuple[Array, ...]:
-    """`by_ragged_dot` with several matrices of equal shapes."""
+    """`by_ragged_dot` with several matrices of equal shapes.
+
+    Args:
+      x_SD: as in `grouped_matmul`.
+      weights: the matrices.
+      places: where they stand, if that is known: they are read there.
+      sizes_E: as in `grouped_matmul`.
+    """
     ordered = _ordered(weights, backward=False)
-    return tuple(lax.ragged_dot(x_SD, w_EDF, sizes_E) for w_EDF in ordered)
+    return tuple(
+        lax.ragged_dot(x_SD, w_EDF, sizes_E)
+        if place is None
+        else _of_layer(x_SD, place, sizes_E)
+        for w_EDF, place in zip(ordered, places, strict=True)
+    )
+
+
+def _of_layer(x_SD: Array, place: InStack, sizes_E: Array) -> Array:
+    """`by_ragged_dot` with the matrices of one layer, read in the stack of all.
+
+    They are groups of the whole stack; those of all other layers are empty.
+    """
+    depth, num_experts, *dims = place.stack.shape
+    sizes = jnp.zeros_like(sizes_E, shape=(depth, num_experts)).at[place.row].set(sizes_E)
+    stack = with_layout_constraint(place.stack, Layout(range(4)))
+    return lax.ragged_dot(x_SD, stack.reshape(-1, *dims), sizes.reshape(-1))
 
 
 def _ordered(weights: Sequence[Array], backward: bool) -> tuple[Array, ...]:
@@ -81,19 +124,26 @@ def _ordered(weights: Sequence[Array], backward: bool) -> tuple[Array, ...]:
 
 
 def _ragged_forward(
-    x_SD: Array, weights: tuple[Array, ...], sizes_E: Array
+    x_SD: Array,
+    weights: tuple[Array, ...],
+    places: tuple[InStack | None, ...],
+    sizes_E: Array,
 ) -> tuple[tuple[Array, ...], tuple]:
-    return by_ragged_dots(x_SD, weights, sizes_E), (x_SD, weights, sizes_E)
+    results = by_ragged_dots(x_SD, weights, places, sizes_E)
+    return results, (x_SD, weights, sizes_E)
 
 
 def _ragged_backward(
     saved: tuple, gradients: tuple[Array, ...]
-) -> tuple[Array, tuple[Array, ...], None]:
+) -> tuple[Array, tuple[Array, ...], None, None]:
     """Gradients of the weights first: schedulers put them last, and hold the rows."""
     x_SD, weights, sizes_E = saved
     weights = _ordered(weights, backward=True)
 
     def of_weight(w_EDF: Array, dy_SF: Array) -> Array:
+        if w_EDF.shape[2] % 128 and not w_EDF.shape[1] % 128:
+            _, vjp = jax.vjp(lambda w: lax.ragged_dot(dy_SF, w, sizes_E), w_EDF.swapaxes(1, 2))
+            return vjp(x_SD)[0].swapaxes(1, 2)
         _, vjp = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
         return vjp(dy_SF)[0]
 
@@ -110,7 +160,7 @@ def _ragged_backward(
         return vjp(dy_SF)[0]
 
     dx_SD = functools.reduce(jnp.add, map(of_rows, weights, gradients))
-    return dx_SD, dweights, None
+    return dx_SD, dweights, None, None
 
 
 by_ragged_dots.defvjp(_ragged_forward, _ragged_backward)

@@ -22,6 +22,7 @@ from meshpar.layouts import scope as scopes
 from meshpar.layouts.axes import CONTEXT, EXPERT, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.plan import Spec, partition_spec
 from meshpar.layouts.scope import Scope, activation_axes, constrain, current_scope
+from meshpar.layouts.stacks import place_of, standing
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.ops.experts.balance import load_term
 from meshpar.ops.experts.capacity import Matmuls, run_with_capacity
@@ -238,7 +239,10 @@ class _OnShards:
             for x in (x_BLD, routing.weights, *experts)
         )
         args = x, routing.experts, weights, Experts(*matrices)
-        y_BLD, lost = split.run(self.outputs, *args) if split else self.outputs(*args)
+        places = [place and place.varying(axes) for place in map(place_of, experts)]
+        with standing(zip(matrices, places, strict=True)):
+            run = functools.partial(split.run, self.outputs) if split else self.outputs
+            y_BLD, lost = run(*args)
         result = statistics_of(routing, lost, self.token_axes, self.ways, self.varies)
         return Mixed(y_BLD, *result)
 

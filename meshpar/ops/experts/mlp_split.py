@@ -22,6 +22,7 @@ from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import ways_of
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import Scope, activation_axes
+from meshpar.layouts.stacks import InStack, place_of, standing
 from meshpar.ops.experts.config import Experts
 from meshpar.ops.experts.exchange import Collective, widened, with_transpose
 from meshpar.ops.tensor_split import INTO, OUT, mapped_unchecked
@@ -87,8 +88,9 @@ class MlpSplit:
         """
         args = x_BLD, weights_BLX, *experts
         axes = {a for x in args for a in jax.typeof(x).manual_axis_type.varying}
+        places = [place and place.varying(tuple(axes)) for place in map(place_of, args)]
         args = [vary(x, tuple(axes)) for x in args]
-        return _run(self, outputs, experts_BLX, tuple(args))
+        return _run(self, outputs, (experts_BLX, places), tuple(args))
 
     def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """A function on the shards of each device."""
@@ -110,6 +112,13 @@ class MlpSplit:
         """Specs of tokens, weights, and the matrices up, down and gate."""
         up, down = (partition_spec(d) for d in (((), (), self.axes), ((), self.axes)))
         return self.tokens, self.tokens, up, down, up
+
+    def of_places(self, places: Sequence[InStack | None]) -> list[InStack | None]:
+        """Specs of the places of the arguments."""
+        return [
+            place and InStack(PartitionSpec(None, *spec), PartitionSpec())
+            for place, spec in zip(places, self.args, strict=False)
+        ]
 
     # Inside shard_map.
 
@@ -145,15 +154,19 @@ class MlpSplit:
         return gather, add
 
 
+_Fixed = tuple[Array, Sequence[InStack | None]]
+"""(experts [B, L, X] of the tokens, places of the arguments)."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(
-    split: MlpSplit, outputs: Outputs, experts_BLX: Array, args: tuple[Array, ...]
+    split: MlpSplit, outputs: Outputs, fixed: _Fixed, args: tuple[Array, ...]
 ) -> tuple[Array, Any]:
-    return _forward(split, outputs, experts_BLX, args)[0]
+    return _forward(split, outputs, fixed, args)[0]
 
 
 def _forward(
-    split: MlpSplit, outputs: Outputs, experts_BLX: Array, args: tuple[Array, ...]
+    split: MlpSplit, outputs: Outputs, fixed: _Fixed, args: tuple[Array, ...]
 ) -> tuple[tuple[Array, Any], tuple]:
     """The result, and what the backward pass needs, stacked over the devices.
 
@@ -162,27 +175,32 @@ def _forward(
     """
     backward: list[Callable] = []
 
-    def on_shards(args: tuple[Array, ...], experts_BKX: Array) -> tuple:
-        def fn(x_BKD: Array, weights_BKX: Array, *matrices: Array) -> tuple[Array, Any]:
+    def on_shards(args: tuple[Array, ...], fixed: _Fixed) -> tuple:
+        experts_BKX, places = fixed
+
+        def fn(*args: Array) -> tuple[Array, Any]:
+            x_BKD, weights_BKX, *matrices = args
             x_BLD, weights_BLX = split.whole(x_BKD), split.whole(weights_BKX)
             experts_BLX = split.whole(experts_BKX)
             experts = Experts(*matrices)
-            y_BLD, facts = outputs(x_BLD, experts_BLX, weights_BLX, experts)
+            with standing(zip(args, places, strict=True)):
+                y_BLD, facts = outputs(x_BLD, experts_BLX, weights_BLX, experts)
             return split.summed(y_BLD), facts
 
         y_BKD, vjp, facts = jax.vjp(fn, *args, has_aux=True)
         leaves, tree = jax.tree.flatten(vjp)
-        given = [next((i for i, x in enumerate(args) if x is y), None) for y in leaves]
+        known = *args, *jax.tree.leaves(places)
+        given = [next((i for i, x in enumerate(known) if x is y), None) for y in leaves]
         backward.append(functools.partial(_gradients, tree, tuple(given)))
         own = [x[None] for x, i in zip(leaves, given, strict=True) if i is None]
         return y_BKD, facts, own
 
-    specs = split.args[: len(args)]
-    saved = partition_spec((split.axes,))
+    places, saved = fixed[1], partition_spec((split.axes,))
+    specs = split.args[: len(args)], (split.tokens, split.of_places(places))
     y_BLD, facts, own = split.mapped(
-        on_shards, (specs, split.tokens), (split.tokens, PartitionSpec(), saved)
-    )(args, experts_BLX)
-    return (y_BLD, facts), (args, jax.tree_util.Partial(backward[-1], own))
+        on_shards, specs, (split.tokens, PartitionSpec(), saved)
+    )(args, fixed)
+    return (y_BLD, facts), (args, places, jax.tree_util.Partial(backward[-1], own))
 
 
 def _gradients(
@@ -190,19 +208,22 @@ def _gradients(
     given: tuple[int | None, ...],
     own: Sequence[Array],
     args: tuple[Array, ...],
+    places: Sequence[InStack | None],
     dy_BKD: Array,
 ) -> tuple[Array, ...]:
     """Gradients of the arguments, from what the forward pass saved.
 
     Args:
       tree: structure of the derivative.
-      given: for each of its leaves, the number of the argument that it is, or None.
+      given: for each of its leaves, its number among the arguments and the arrays of
+        their places, or None.
       own: the other leaves.
       args: the arguments.
+      places: of the arguments.
       dy_BKD: gradient of the outputs.
     """
-    left = iter(own)
-    leaves = [next(left)[0] if i is None else args[i] for i in given]
+    left, known = iter(own), (*args, *jax.tree.leaves(places))
+    leaves = [next(left)[0] if i is None else known[i] for i in given]
     return jax.tree.unflatten(tree, leaves)(dy_BKD)
 
 
@@ -210,11 +231,12 @@ def _backward(
     split: MlpSplit, outputs: Outputs, saved: tuple, cotangents: tuple[Array, Any]
 ) -> tuple[None, tuple[Array, ...]]:
     del outputs
-    args, backward = saved
+    args, places, backward = saved
     (own,), specs = backward.args, split.args[: len(args)]
-    stacked = partition_spec((split.axes,))
-    mapped = split.mapped(backward.func, (stacked, specs, split.tokens), specs)
-    return None, mapped(own, args, cotangents[0])
+    stacked, of_places = partition_spec((split.axes,)), split.of_places(places)
+    in_specs = stacked, specs, of_places, split.tokens
+    mapped = split.mapped(backward.func, in_specs, specs)
+    return None, mapped(own, args, places, cotangents[0])
 
 
 _run.defvjp(_forward, _backward)
