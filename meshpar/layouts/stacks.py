@@ -41,7 +41,7 @@ class InStack(NamedTuple):
     row: Array
 
     def varying(self, axes: tuple[str, ...]) -> "InStack":
-        """The same place in a stack that varies over manual axes."""
+        """This place in a stack that varies over manual axes."""
         return self._replace(stack=vary(self.stack, axes))
 
 

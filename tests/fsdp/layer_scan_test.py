@@ -13,9 +13,9 @@ from meshpar.layouts.remat import wrap_remat
 DEPTH, ROWS, EMBED, SEEN = 3, 4, 8, 5
 
 
-def layer(weights, x, number, context):
+def layer(weights, x, number, context, stacks=None):
     """Mixes what it passes on into its activations, where the context says so."""
-    del number
+    del number, stacks
     x_BD, seen_BM = x
     y_BD = jnp.tanh(x_BD @ weights["w"]) + seen_BM @ (seen_BM.T @ x_BD)
     return jnp.where(context, y_BD, x_BD), seen_BM
@@ -100,7 +100,7 @@ def test_segments_are_the_stack(counts):
 
 
 def test_segments_give_every_layer_its_number_and_its_weights():
-    def numbered(weights, x, number, context):
+    def numbered(weights, x, number, context, stacks):
         return x * weights["w"] + number
 
     one = LayerScan(numbered, lambda a, b: a | b, lambda g: g)
@@ -124,7 +124,7 @@ def test_segments_write_gradients_without_a_second_copy_of_the_stack():
     depth, dim = 8, 128
     layer = 4 * dim * dim
 
-    def simple(weights, x, number, context):
+    def simple(weights, x, number, context, stacks):
         return jnp.tanh(x @ weights["w"])
 
     def temporary(*counts):

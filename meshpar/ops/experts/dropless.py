@@ -1,7 +1,7 @@
 """Dropless routing: every expert takes all of its tokens, sorted by expert.
 
-The rows of each expert stand one after the other, padded to whole blocks, for
-`grouped_matmul`. Compiled programs need buffers of a fixed size. `MixtureConfig.bound`
+The rows of each expert stand one after the other, as `grouped_matmul` wants them.
+Compiled programs need buffers of a fixed size. `MixtureConfig.bound`
 limits the choices that one device sends to another, and those beyond it are counted;
 without it buffers hold the worst case, in which each device chooses the experts of one.
 A device sends its tokens to all devices that share the experts, or rows in buffers for
@@ -61,8 +61,8 @@ class _Received(NamedTuple):
     Attributes:
       place: [slots] the row of each slot of the buffer, or of each choice, among those
         of the experts; `num_rows` for empty slots and experts of other devices.
-      num_rows: of all experts, with padding; a multiple of `BLOCK`.
-      sizes: int32 rows of each expert, padded to whole blocks.
+      num_rows: of all experts, with padding.
+      sizes: int32 rows of each expert, with padding.
     """
 
     place: Array

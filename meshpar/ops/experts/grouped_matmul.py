@@ -19,17 +19,20 @@ from meshpar.mesh.order import zero_after
 from meshpar.mesh.platform import TPU, traced_platform
 
 BLOCK = 64
-"""Rows of a block; groups are padded to whole blocks."""
+"""Rows of a block; loops over blocks need groups of whole blocks."""
+
+_LANES = 128
+"""Elements of the last dim to whose multiples TPUs pad arrays."""
 
 
 def in_groups(counts_E: Array, most: int) -> tuple[Array, int]:
     """(rows of each group, rows of all) for `grouped_matmul`.
 
-    Loops over blocks need whole blocks; kernels that divide rows themselves do not.
+    Loops over blocks need groups of whole blocks; the kernels of TPUs do not.
 
     Args:
       counts_E: int32 rows of each group that are in use.
-      most: most of them in all groups.
+      most: the most that all groups have together.
     """
     num_rows = -(-most // BLOCK) * BLOCK
     if traced_platform() is TPU:
@@ -45,14 +48,14 @@ def grouped_matmul(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
     compiler would move them in every round of the loop.
 
     Args:
-      x_SD: rows; S is a multiple of `BLOCK`.
+      x_SD: rows.
       w_EDF: a matrix for each group.
-      sizes_E: int32 rows of each group, multiples of `BLOCK`.
+      sizes_E: int32 rows of each group, by `in_groups`.
 
     Source: Gale et al., MegaBlocks, arXiv:2211.15841, section 5.1.
     """
     if traced_platform() is TPU:
-        return grouped_matmuls(x_SD, (w_EDF,), sizes_E)[0]
+        return by_ragged_dot(x_SD, w_EDF, sizes_E)
     if scope := current_scope():
         scope.looped_flops.append(2.0 * x_SD.size * w_EDF.shape[-1])
     return in_blocks(x_SD, w_EDF, sizes_E)
@@ -63,32 +66,34 @@ def grouped_matmuls(
 ) -> list[Array]:
     """`grouped_matmul` of the same rows with several matrices of equal shapes."""
     if traced_platform() is TPU:
-        places = tuple(map(place_of, weights))
-        return list(by_ragged_dots(x_SD, tuple(weights), places, sizes_E))
+        return list(by_ragged_dots(x_SD, weights, sizes_E))
     return [grouped_matmul(x_SD, w_EDF, sizes_E) for w_EDF in weights]
 
 
 def by_ragged_dot(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
     """`grouped_matmul` by `lax.ragged_dot`, whose backward pass frees rows early."""
-    (y_SF,) = by_ragged_dots(x_SD, (w_EDF,), (None,), sizes_E)
+    (y_SF,) = by_ragged_dots(x_SD, (w_EDF,), sizes_E)
     return y_SF
 
 
-@jax.custom_vjp
 def by_ragged_dots(
+    x_SD: Array, weights: Sequence[Array], sizes_E: Array
+) -> tuple[Array, ...]:
+    """`by_ragged_dot` with several matrices of equal shapes.
+
+    The forward pass reads those whose places in stacks are known where they stand.
+    """
+    places = tuple(map(place_of, weights))
+    return _ragged_dots(x_SD, tuple(weights), places, sizes_E)
+
+
+@jax.custom_vjp
+def _ragged_dots(
     x_SD: Array,
     weights: tuple[Array, ...],
     places: tuple[InStack | None, ...],
     sizes_E: Array,
 ) -> tuple[Array, ...]:
-    """`by_ragged_dot` with several matrices of equal shapes.
-
-    Args:
-      x_SD: as in `grouped_matmul`.
-      weights: the matrices.
-      places: where they stand, if that is known: they are read there.
-      sizes_E: as in `grouped_matmul`.
-    """
     ordered = _ordered(weights, backward=False)
     return tuple(
         lax.ragged_dot(x_SD, w_EDF, sizes_E)
@@ -104,7 +109,9 @@ def _of_layer(x_SD: Array, place: InStack, sizes_E: Array) -> Array:
     They are groups of the whole stack; those of all other layers are empty.
     """
     depth, num_experts, *dims = place.stack.shape
-    sizes = jnp.zeros_like(sizes_E, shape=(depth, num_experts)).at[place.row].set(sizes_E)
+    sizes = (
+        jnp.zeros_like(sizes_E, shape=(depth, num_experts)).at[place.row].set(sizes_E)
+    )
     stack = with_layout_constraint(place.stack, Layout(range(4)))
     return lax.ragged_dot(x_SD, stack.reshape(-1, *dims), sizes.reshape(-1))
 
@@ -129,7 +136,7 @@ def _ragged_forward(
     places: tuple[InStack | None, ...],
     sizes_E: Array,
 ) -> tuple[tuple[Array, ...], tuple]:
-    results = by_ragged_dots(x_SD, weights, places, sizes_E)
+    results = _ragged_dots(x_SD, weights, places, sizes_E)
     return results, (x_SD, weights, sizes_E)
 
 
@@ -140,14 +147,10 @@ def _ragged_backward(
     x_SD, weights, sizes_E = saved
     weights = _ordered(weights, backward=True)
 
-    def of_weight(w_EDF: Array, dy_SF: Array) -> Array:
-        if w_EDF.shape[2] % 128 and not w_EDF.shape[1] % 128:
-            _, vjp = jax.vjp(lambda w: lax.ragged_dot(dy_SF, w, sizes_E), w_EDF.swapaxes(1, 2))
-            return vjp(x_SD)[0].swapaxes(1, 2)
-        _, vjp = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
-        return vjp(dy_SF)[0]
-
-    dweights = tuple(map(of_weight, weights, gradients))
+    dweights = tuple(
+        _of_weight(x_SD, w_EDF, sizes_E, dy_SF)
+        for w_EDF, dy_SF in zip(weights, gradients, strict=True)
+    )
     for dw_EDF in dweights:
         sizes_E += zero_after(dw_EDF).astype(sizes_E.dtype)
     if sum(w.size for w in weights) < x_SD.size:
@@ -163,7 +166,17 @@ def _ragged_backward(
     return dx_SD, dweights, None, None
 
 
-by_ragged_dots.defvjp(_ragged_forward, _ragged_backward)
+def _of_weight(x_SD: Array, w_EDF: Array, sizes_E: Array, dy_SF: Array) -> Array:
+    """Gradient of the matrices; by columns where TPUs would pad their rows."""
+    if w_EDF.shape[2] % _LANES and not w_EDF.shape[1] % _LANES:
+        w_EFD = w_EDF.swapaxes(1, 2)
+        _, vjp = jax.vjp(lambda w: lax.ragged_dot(dy_SF, w, sizes_E), w_EFD)
+        return vjp(x_SD)[0].swapaxes(1, 2)
+    _, vjp = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
+    return vjp(dy_SF)[0]
+
+
+_ragged_dots.defvjp(_ragged_forward, _ragged_backward)
 
 
 def _blocks(x_SD: Array, sizes_E: Array) -> tuple[Array, Array]:
