@@ -31,8 +31,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
+from support import drawn_weights
 
 import meshpar
+from meshpar import TrainProgram
 
 meshpar.simulate(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -45,6 +47,15 @@ sys.dont_write_bytecode = False  # pytest keeps what it made of the tests' files
 # into looking for circles among them, most of all among those of the modules.
 gc.freeze()
 gc.set_threshold(100_000, 20, 50)
+
+
+@pytest.fixture(autouse=True)
+def drawn_once(monkeypatch):
+    """Programs of one model start with weights that are drawn once.
+
+    Folders that test how programs draw them have a fixture of this name that does not.
+    """
+    monkeypatch.setattr(TrainProgram, "init", drawn_weights.init)
 
 
 @pytest.fixture(params=["nnx", "linen"])

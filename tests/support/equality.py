@@ -10,15 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from support.drawn_weights import weights_of
 
-from meshpar import Model, TrainProgram
+from meshpar import TrainProgram
 from meshpar.explain import verify as verifying
 from meshpar.explain.verify import Group, VerifyReport
 from meshpar.lowering.state import TrainState
 
 ADAM_B1 = 0.9
-
-_drawn: dict[int, tuple[Model, dict[str, np.ndarray]]] = {}
 
 
 class StepAlone:
@@ -70,20 +69,8 @@ def _check_moments(groups: list[Group]) -> None:
 
 
 def start(program: TrainProgram) -> TrainState:
-    """The state of seed 0; layouts of one model share the compiled initialization."""
-    # Where stages store layers in an order of their own, so does the program's model.
-    params = None if program.layer_order else _weights(program.model)
-    return program.init(0, params=params)
-
-
-def _weights(model: Model) -> dict[str, np.ndarray]:
-    """{path: array} of seed 0, drawn once for each model."""
-    if id(model) not in _drawn:
-        _drawn[id(model)] = (
-            model,
-            jax.device_get(jax.jit(model.init)(jax.random.key(0))),
-        )
-    return _drawn[id(model)][1]
+    """The state of seed 0; layouts of one model share its weights."""
+    return program.init(0, params=weights_of(program))
 
 
 def first_step(program: TrainProgram, batch: Any) -> tuple[dict, dict]:
