@@ -23,7 +23,6 @@ from meshpar.fsdp.sharding import automatic_axes
 from meshpar.fsdp.split_backward import SplitBackward
 from meshpar.layouts.stacks import Stacks
 from meshpar.mesh.order import after
-from meshpar.mesh.platform import traced_platform
 
 
 class _Weights(NamedTuple):
@@ -73,6 +72,7 @@ class LayerScan:
       repeats: whether the backward pass computes values of the forward pass again.
       unroll: layers that one round of the loop runs. With all of them there is no loop,
         and each layer's residuals are arrays of their own: none is copied into a stack.
+      in_place: paths of the weights whose stacks the layer gets.
     """
 
     layer: Callable[[Params, Any, Array, Any, Stacks], Any]
@@ -88,6 +88,7 @@ class LayerScan:
     mixes: bool = False
     repeats: bool = True
     unroll: int = 1
+    in_place: frozenset[str] = frozenset()
 
     def is_written_out(self, depth: int) -> bool:
         """Whether so many layers run without a loop."""
@@ -131,7 +132,7 @@ class LayerScan:
             stacks: Params = {}
             for tree, slices in ((leaves, own), (constants, fixed)):
                 stacks |= {p: tree[p] for p, x in slices.items() if x is whole.get(p)}
-            return _Weights(whole, _read_in_place(stacks, start + i))
+            return _Weights(whole, self._read_in_place(stacks, start + i))
 
         def prefetch(i: Any, in_loop: bool) -> Params:
             return gather(i, True, in_loop).whole if self.ahead else {}
@@ -158,6 +159,11 @@ class LayerScan:
             state, y = body(state, (i, numbers[i], saved[i]))
             ys.append(y)
         return state[0], ys[::-1] if reverse else ys
+
+    def _read_in_place(self, stacks: Params, row: Any) -> Stacks:
+        """The stacks that the layer gets: one row alone is no slice."""
+        wanted = {p: x for p, x in stacks.items() if p in self.in_place and len(x) > 1}
+        return Stacks(wanted, jnp.asarray(row, jnp.int32) if wanted else None)
 
     def _after(self, activations: Any, weights: Any) -> Any:
         """The weights, after some activations if collectives mix with loops'."""
@@ -340,14 +346,3 @@ class LayerScan:
             return add_to_row(sums, gradient, row, on), None
 
         return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]
-
-
-def _read_in_place(stacks: Params, row: Any) -> Stacks:
-    """The stacks of which kernels may read one row where it lies.
-
-    Grouped matmuls alone copy rows: those of a matrix for each expert.
-    """
-    if not traced_platform().copies_rows:
-        return Stacks({}, None)
-    chosen = {p: x for p, x in stacks.items() if x.ndim == 4 and len(x) > 1}
-    return Stacks(chosen, jnp.asarray(row, jnp.int32) if chosen else None)

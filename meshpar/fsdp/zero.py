@@ -35,11 +35,14 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.remat import NONE
 from meshpar.layouts.scope import with_policy
-from meshpar.layouts.stacks import Stacks, standing
+from meshpar.layouts.stacks import InStack, Stacks, standing
 from meshpar.mesh.order import after
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
 SHARED = "embedding, head and other shared tensors"
+
+_MASTER = " before its cast"
+"""What stands behind the path of a weight in the dtype that the optimizer updates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Zero:
       vary: marks an array as differing over the manual axes.
       trained: paths of the parameters that are trained.
       on_host: paths of the parameters that live in host memory.
+      in_place: paths of the stack of which kernels may read a layer where it lies.
 
     Raises:
       LayoutError: a prefetch matches no sharded parameter of the stack.
@@ -76,6 +80,7 @@ class Zero:
     vary: Callable[[Array], Array]
     trained: frozenset[str]
     on_host: frozenset[str] = frozenset()
+    in_place: frozenset[str] = frozenset()
 
     def __post_init__(self):
         _ = self.prefetched  # Raises for a prefetch without a match.
@@ -183,7 +188,21 @@ class Zero:
             whole = gather_shards(shards, self.shardings)
         if self.reduces_early:
             return self._split_trained(shards)[0], whole
-        return self._split_trained(self.cast(whole))
+        leaves, constants = self._split_trained(weights := self.cast(whole))
+        return leaves, constants | self._masters(stack, weights)
+
+    def _masters(self, stack: Params, weights: Params) -> Params:
+        """Stacks in the dtype that the optimizer updates, for kernels.
+
+        They may read rows of them backward: their order in memory can suit better than
+        that of the copies, which is the one that kernels read forward.
+        """
+        return {
+            path + _MASTER: self.vary(stack[path])
+            for path in self.in_place - self.on_host
+            if not self.shardings[path].splits
+            if stack[path].dtype != weights[path].dtype
+        }
 
     def _moves(self, what: str, backward: str = "") -> AbstractContextManager:
         return purpose(f"zero={self.layout.zero_level}: {what}", backward)
@@ -229,9 +248,14 @@ class Zero:
         def layer(
             weights: Params, x: Any, i: Array, context: Any, stacks: Stacks
         ) -> Any:
-            cast, places = self.cast(weights), stacks.places()
-            same = (path for path in places if cast[path] is weights[path])
-            with standing((cast[path], places[path]) for path in same):
+            masters = {p: w for p, w in weights.items() if p.endswith(_MASTER)}
+            cast = self.cast({p: w for p, w in weights.items() if p not in masters})
+            places = {
+                path: InStack(x, stacks.row, masters.get(path + _MASTER))
+                for path, x in stacks.arrays.items()
+                if path in cast and cast[path] is weights[path]
+            }
+            with standing((cast[path], place) for path, place in places.items()):
                 y = self.layered.layer(cast, x, fold_key(key, i), context)
             return jax.tree.map(self.vary, y)
 
@@ -253,6 +277,7 @@ class Zero:
             mixes=self.transports.mixes,
             repeats=remat != NONE,
             unroll=self.layout.scan_unroll,
+            in_place=self.in_place,
         )
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:

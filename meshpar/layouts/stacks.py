@@ -24,10 +24,6 @@ class Stacks(NamedTuple):
     arrays: Params
     row: Array | None
 
-    def places(self) -> "dict[str, InStack]":
-        """{path: place of the weight}."""
-        return {path: InStack(x, self.row) for path, x in self.arrays.items()}
-
 
 class InStack(NamedTuple):
     """The place of one weight.
@@ -35,14 +31,17 @@ class InStack(NamedTuple):
     Attributes:
       stack: [depth, ...].
       row: int32 number of its row.
+      master: the weight in the dtype that the optimizer updates, if that is known.
     """
 
     stack: Array
     row: Array
+    master: Array | None = None
 
     def varying(self, axes: tuple[str, ...]) -> "InStack":
         """This place in a stack that varies over manual axes."""
-        return self._replace(stack=vary(self.stack, axes))
+        master = None if self.master is None else vary(self.master, axes)
+        return self._replace(stack=vary(self.stack, axes), master=master)
 
 
 _known: contextvars.ContextVar[Sequence[tuple[Array, InStack]]]

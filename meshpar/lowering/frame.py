@@ -159,6 +159,17 @@ class Frame:
             vary=self.vary,
             trained=frozenset(self.plan.gradients),
             on_host=self.plan.paths_on_host,
+            in_place=self.read_in_place,
+        )
+
+    @property
+    def read_in_place(self) -> frozenset[str]:
+        """Paths of matrices of experts, which kernels may read in stacks of layers."""
+        if not platform_of(self.mesh).copies_rows:
+            return frozenset()
+        matrices = (p for p, x in self.plan.weights.items() if len(x.shape) == 4)
+        return frozenset(
+            p for p in matrices if EXPERT in (self.plan.weights[p].names or ())
         )
 
     def ways(self, axes: Iterable[str]) -> int:

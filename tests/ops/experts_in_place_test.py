@@ -1,8 +1,9 @@
 """Grouped matmuls on TPUs read the matrices of a layer in the stack of all layers.
 
-Run here on CPUs, which have `lax.ragged_dot` too.
+CPUs run them here by `lax.ragged_dot`, as TPUs do.
 """
 
+import dataclasses
 import functools
 import sys
 
@@ -13,20 +14,21 @@ import optax
 import pytest
 from support import equality
 from support.marks import slow
-from support.tiny_models import batch, lower, model
+from support.tiny_models import batch, host, lower, model
 
 from meshpar import layouts
 from meshpar.jaxprs.walk import equations
 from meshpar.layouts.stacks import InStack, standing
+from meshpar.lowering import frame
 from meshpar.mesh import platform
 from meshpar.ops.experts.grouped_matmul import by_ragged_dots
 
-DEPTH, E, S, D, F = 3, 4, 32, 6, 10
+DEPTH, E, S, D, F = 3, 4, 32, 128, 10
 SIZES = jnp.array([5, 0, 17, 8], jnp.int32)
 
 
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def groups_read(jaxpr):
@@ -36,17 +38,22 @@ def groups_read(jaxpr):
     return [shape[0] for shape in shapes if len(shape) == 3]
 
 
-def test_matrices_of_a_layer_are_groups_of_the_whole_stack():
-    x, stacks = normal(0, S, D), [normal(seed, DEPTH, E, D, F) for seed in (1, 2)]
+@pytest.mark.parametrize("wide", [D, 120])
+def test_matrices_of_a_layer_are_groups_of_the_whole_stack(wide):
+    """Rows of F are narrow; columns of D are not, and those of 120 are as well."""
+    masters = [normal(seed, DEPTH, E, wide, F) for seed in (1, 2)]
+    x = normal(0, S, wide, dtype=jnp.bfloat16)
 
     def outputs(x, weights, row, in_place):
-        places = [InStack(stack, row) if in_place else None for stack in stacks]
+        places = [None, None]
+        if in_place:
+            places = [InStack(w.astype(x.dtype), row, w[row]) for w in masters]
         with standing(zip(weights, places, strict=True)):
             up, gate = by_ragged_dots(x, weights, SIZES)
         return jnp.sum(jnp.sin(up) * gate)
 
     for row in range(DEPTH):
-        weights, at = [stack[row] for stack in stacks], jnp.int32(row)
+        weights, at = [w[row].astype(x.dtype) for w in masters], jnp.int32(row)
         both = [
             jax.value_and_grad(outputs, (0, 1))(x, weights, at, in_place)
             for in_place in (True, False)
@@ -56,13 +63,10 @@ def test_matrices_of_a_layer_are_groups_of_the_whole_stack():
     assert groups_read(jaxpr.jaxpr) == [DEPTH * E, DEPTH * E]
 
 
-CASES = [
-    "pipe=2,tensor=2,microbatches=2,remat=full",
-    slow("pipe=2,expert=2,microbatches=2,schedule=zb_h1"),
-    slow("pipe=2,tensor=2,microbatches=2,virtual_stages=2"),
-    slow("expert=2,tensor=2,microbatches=2"),
-    slow("fsdp=2,expert=2,remat=full,zero=1"),
-]
+def program(layout, **options):
+    sizes = dict(depth=8, kv_heads=4, mlp=32, num_experts=8, routing="dropless")
+    sizes = sizes | options.pop("sizes", {})
+    return lower(layout, model(**sizes), optax.adamw(1e-2, eps=1e-2), **options)
 
 
 @functools.cache
@@ -70,20 +74,61 @@ def one_device(microbatches):
     return equality.record(program(f"data=1,microbatches={microbatches}"), [batch(0)])
 
 
-def program(layout):
-    sizes = dict(depth=8, kv_heads=4, mlp=32, num_experts=8, routing="dropless")
-    return lower(layout, model(**sizes), optax.adamw(1e-2, eps=1e-2))
+@pytest.fixture
+def as_on_tpus(monkeypatch):
+    copies = dataclasses.replace(platform.CPU, copies_rows=True)
+    monkeypatch.setattr(frame, "platform_of", lambda _: copies)
+    owner = sys.modules["meshpar.ops.experts.grouped_matmul"]  # Not the function.
+    monkeypatch.setattr(owner, "traced_platform", lambda: platform.TPU)
 
 
-@pytest.mark.parametrize("text", CASES)
-def test_layouts_train_as_one_device_does(text, monkeypatch):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pipe=2,tensor=2,microbatches=2,remat=full",
+        slow("pipe=2,expert=2,microbatches=2,schedule=zb_h1"),
+        slow("pipe=2,tensor=2,microbatches=2,virtual_stages=2"),
+        slow("expert=2,tensor=2,microbatches=2"),
+        slow("fsdp=2,expert=2,remat=full,zero=1"),
+    ],
+)
+def test_layouts_train_as_one_device_does(text, request):
     layout = layouts.parse(text)
     reference = one_device(layout.microbatches)
-    for module in ("ops.experts.grouped_matmul", "fsdp.layer_scan"):
-        owner = sys.modules[f"meshpar.{module}"]  # A function has its name, too.
-        monkeypatch.setattr(owner, "traced_platform", lambda: platform.TPU)
+    request.getfixturevalue("as_on_tpus")
     tested = program(layout)
     groups = 8 // layout.expert * (8 // layout.pipe)
     assert groups in groups_read(tested.inspection.traced.jaxpr.jaxpr)
     report = equality.compare(tested, reference, [batch(0)])
     assert report.ok, report.problem
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipe=2,tensor=2,microbatches=2,remat=full",
+        slow("pipe=2,expert=2,microbatches=2"),
+        slow("data=2,microbatches=2,remat=full"),
+    ],
+)
+def test_masters_are_read_as_their_copies_are(layout, as_on_tpus, monkeypatch):
+    """Where matrices are narrow, the backward pass casts rows of the master weights."""
+    options = dict(compute_dtype="bfloat16", sizes=dict(embed=128, depth=4, mlp=16))
+
+    def trained():
+        run = program(layout, **options)
+        casts = (
+            eqn.invars[0].aval.shape
+            for eqn in equations(run.inspection.traced.jaxpr.jaxpr)
+            if eqn.primitive.name == "convert_element_type"
+            and eqn.invars[0].aval.dtype == jnp.float32
+        )
+        casts = sum(len(shape) == 3 and shape[1] == 128 for shape in casts)
+        state, metrics = run.step(run.init(0), batch(0))
+        return casts, host((state.params, metrics))
+
+    casts, got = trained()
+    monkeypatch.setattr("meshpar.fsdp.zero.Zero._masters", lambda *_: {})
+    fewer, want = trained()
+    assert casts > fewer
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -137,15 +137,21 @@ def _ragged_forward(
     sizes_E: Array,
 ) -> tuple[tuple[Array, ...], tuple]:
     results = _ragged_dots(x_SD, weights, places, sizes_E)
-    return results, (x_SD, weights, sizes_E)
+    own = tuple(map(_read_backward, weights, places))
+    return results, (x_SD, own, sizes_E)
 
 
 def _ragged_backward(
     saved: tuple, gradients: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...], None, None]:
     """Gradients of the weights first: schedulers put them last, and hold the rows."""
-    x_SD, weights, sizes_E = saved
-    weights = _ordered(weights, backward=True)
+    x_SD, own, sizes_E = saved
+    weights = tuple(
+        _ordered((w_EDF,), backward=True)[0]
+        if w_EDF.dtype == x_SD.dtype
+        else w_EDF.astype(x_SD.dtype)
+        for w_EDF in own
+    )
 
     dweights = tuple(
         _of_weight(x_SD, w_EDF, sizes_E, dy_SF)
@@ -166,9 +172,21 @@ def _ragged_backward(
     return dx_SD, dweights, None, None
 
 
+def _read_backward(w_EDF: Array, place: InStack | None) -> Array:
+    """The matrices that the backward pass reads: in their own dtype if by columns."""
+    if place is None or place.master is None or not _is_narrow(w_EDF):
+        return w_EDF
+    return place.master
+
+
+def _is_narrow(w_EDF: Array) -> bool:
+    """Whether TPUs pad rows of the matrices, and would not pad columns."""
+    return w_EDF.shape[2] % _LANES > 0 and w_EDF.shape[1] % _LANES == 0
+
+
 def _of_weight(x_SD: Array, w_EDF: Array, sizes_E: Array, dy_SF: Array) -> Array:
     """Gradient of the matrices; by columns where TPUs would pad their rows."""
-    if w_EDF.shape[2] % _LANES and not w_EDF.shape[1] % _LANES:
+    if _is_narrow(w_EDF):
         w_EFD = w_EDF.swapaxes(1, 2)
         _, vjp = jax.vjp(lambda w: lax.ragged_dot(dy_SF, w, sizes_E), w_EFD)
         return vjp(x_SD)[0].swapaxes(1, 2)

@@ -115,10 +115,13 @@ class MlpSplit:
 
     def of_places(self, places: Sequence[InStack | None]) -> list[InStack | None]:
         """Specs of the places of the arguments."""
-        return [
-            place and InStack(PartitionSpec(None, *spec), PartitionSpec())
-            for place, spec in zip(places, self.args, strict=False)
-        ]
+
+        def of_place(place: InStack, spec: PartitionSpec) -> InStack:
+            master = None if place.master is None else spec
+            return InStack(PartitionSpec(None, *spec), PartitionSpec(), master)
+
+        pairs = zip(places, self.args, strict=False)
+        return [place and of_place(place, spec) for place, spec in pairs]
 
     # Inside shard_map.
 
