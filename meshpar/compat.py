@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,6 +23,25 @@ def prepare_cpu_threads() -> None:
     """
     if (os.cpu_count() or 1) < 16:
         os.environ.setdefault("NPROC", "16")
+
+
+def quicken_cpu_compiler() -> None:
+    """Lets XLA:CPU compile a step in half of the time; steps take no longer.
+
+    It skips passes of LLVM that change little here, and generates a program's code in
+    one piece. What XLA_FLAGS says already stays. XLA reads them when its first backend
+    starts, so call this before.
+    """
+    quick = {
+        "xla_backend_optimization_level": 1,
+        "xla_llvm_disable_expensive_passes": "true",
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
+    if jaxlib.__version__.startswith("0.10."):  # Later ones have no other emitters.
+        quick["xla_cpu_use_fusion_emitters"] = "false"
+    given = os.environ.get("XLA_FLAGS", "")
+    added = (f"--{name}={value}" for name, value in quick.items() if name not in given)
+    os.environ["XLA_FLAGS"] = " ".join((given, *added)).strip()
 
 
 def quiet_absent_tpus() -> None:

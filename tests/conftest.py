@@ -8,15 +8,8 @@ import shutil
 import sys
 import tempfile
 
-import jaxlib
-
 # Unoptimized machine code compiles several times faster; children inherit it.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-if jaxlib.__version__.startswith("0.10."):  # Later ones have no other emitters.
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-# Programs are small: passes over parts of them cost more than they save.
-os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # Otherwise every child process parses every module of meshpar anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["JAX_PLATFORMS"] = "cpu"

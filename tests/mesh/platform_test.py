@@ -65,6 +65,21 @@ def test_nothing_is_said_of_tpus_that_are_not_there(code, said):
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, said, "")
 
 
+def test_the_compiler_of_cpus_is_quick_and_flags_of_the_user_stay(monkeypatch):
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_backend_optimization_level=3 --xla_dump_to=x"
+    )
+    compat.quicken_cpu_compiler()
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags[:2] == ["--xla_backend_optimization_level=3", "--xla_dump_to=x"]
+    assert "--xla_cpu_parallel_codegen_split_count=1" in flags[2:]
+    compat.quicken_cpu_compiler()
+    assert os.environ["XLA_FLAGS"].split() == flags
+    monkeypatch.delenv("XLA_FLAGS")
+    compat.quicken_cpu_compiler()
+    assert "--xla_backend_optimization_level=1" in os.environ["XLA_FLAGS"].split()
+
+
 @pytest.mark.parametrize("chips, forced", [(4, False), (0, True)])
 def test_tpus_that_are_there_are_described_by_the_machine(chips, forced, monkeypatch):
     for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):

@@ -63,6 +63,18 @@ def test_matrices_of_a_layer_are_groups_of_the_whole_stack(wide):
     assert groups_read(jaxpr.jaxpr) == [DEPTH * E, DEPTH * E]
 
 
+def test_experts_alone_are_read_in_place_and_on_tpus_alone(as_on_tpus, monkeypatch):
+    layout = "pipe=2,microbatches=2"
+    matrices = {f"blocks/mlp/{name}" for name in ("up", "down", "gate")}
+    assert program(layout).lowering.frame.read_in_place == matrices
+    dense = lower(layout, model(depth=2))
+    assert dense.lowering.frame.read_in_place == frozenset()
+    monkeypatch.undo()
+    assert program(layout).lowering.frame.read_in_place == frozenset()
+    kinds = (platform.CPU, platform.GPU, platform.TPU)
+    assert [kind.copies_rows for kind in kinds] == [False, False, True]
+
+
 def program(layout, **options):
     sizes = dict(depth=8, kv_heads=4, mlp=32, num_experts=8, routing="dropless")
     sizes = sizes | options.pop("sizes", {})
