@@ -94,12 +94,11 @@ def _ragged_dots(
     places: tuple[InStack | None, ...],
     sizes_E: Array,
 ) -> tuple[Array, ...]:
-    ordered = _ordered(weights, backward=False)
     return tuple(
-        lax.ragged_dot(x_SD, w_EDF, sizes_E)
+        lax.ragged_dot(x_SD, _ordered(w_EDF, backward=False), sizes_E)
         if place is None
         else _of_layer(x_SD, place, sizes_E)
-        for w_EDF, place in zip(ordered, places, strict=True)
+        for w_EDF, place in zip(weights, places, strict=True)
     )
 
 
@@ -116,18 +115,27 @@ def _of_layer(x_SD: Array, place: InStack, sizes_E: Array) -> Array:
     return lax.ragged_dot(x_SD, stack.reshape(-1, *dims), sizes.reshape(-1))
 
 
-def _ordered(weights: Sequence[Array], backward: bool) -> tuple[Array, ...]:
-    """Matrices in the order in memory in which kernels read them, in a pipeline.
+def _ordered(w_EDF: Array, backward: bool, in_stack: bool = False) -> Array:
+    """Matrices in the order in memory in which kernels read them.
 
-    By rows, compilers keep the stack of layers in this order too, and copy no slice of
-    it to another one in every tick. Matrices that are gathered in every pass come by
-    columns where the gradients of rows read them. Elsewhere a gather leaves any order.
+    By rows, compilers keep the stack of layers in this order too: they copy no slice of
+    it to another one in every tick of a pipeline, and hold no second stack where the
+    forward pass reads the stack itself. Matrices that a pipeline gathers in every pass
+    come by columns where the gradients of rows read them. Elsewhere a gather leaves any
+    order.
+
+    Args:
+      w_EDF: the matrices.
+      backward: whether the gradients of rows read them.
+      in_stack: whether the forward pass reads them in the stack.
     """
-    if (scope := current_scope()) is None or scope.layout.pipe == 1:
-        return tuple(weights)
-    gathered = scope.layout.fsdp > 1 and scope.layout.zero_level == 3
+    scope = current_scope()
+    in_ticks = scope is not None and scope.layout.pipe > 1
+    if not in_ticks and not in_stack:
+        return w_EDF
+    gathered = in_ticks and scope.layout.fsdp > 1 and scope.layout.zero_level == 3
     order = (0, 2, 1) if backward and gathered else (0, 1, 2)
-    return tuple(with_layout_constraint(w_EDF, Layout(order)) for w_EDF in weights)
+    return with_layout_constraint(w_EDF, Layout(order))
 
 
 def _ragged_forward(
@@ -138,19 +146,20 @@ def _ragged_forward(
 ) -> tuple[tuple[Array, ...], tuple]:
     results = _ragged_dots(x_SD, weights, places, sizes_E)
     own = tuple(map(_read_backward, weights, places))
-    return results, (x_SD, own, sizes_E)
+    in_stack = tuple(None if place is None else () for place in places)
+    return results, (x_SD, own, in_stack, sizes_E)
 
 
 def _ragged_backward(
     saved: tuple, gradients: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...], None, None]:
     """Gradients of the weights first: schedulers put them last, and hold the rows."""
-    x_SD, own, sizes_E = saved
+    x_SD, own, in_stack, sizes_E = saved
     weights = tuple(
-        _ordered((w_EDF,), backward=True)[0]
-        if w_EDF.dtype == x_SD.dtype
-        else w_EDF.astype(x_SD.dtype)
-        for w_EDF in own
+        w_EDF.astype(x_SD.dtype)
+        if w_EDF.dtype != x_SD.dtype
+        else _ordered(w_EDF, backward=True, in_stack=place is not None)
+        for w_EDF, place in zip(own, in_stack, strict=True)
     )
 
     dweights = tuple(
