@@ -98,3 +98,14 @@ def test_every_layout_equals_one_device(case):
     assert len(biases) == STEPS * (routing == "dropless")
     assert all(row.error < 1e-6 for row in biases)
     assert jax.device_count() == 8
+
+
+@pytest.mark.parametrize(
+    "layout", ["pipe=2,tensor=2,microbatches=2", slow("tensor=2,microbatches=2")]
+)
+def test_experts_without_a_gate_equal_one_device(layout):
+    sizes = dict(kv_heads=4, mlp=32, num_experts=4, routing="dropless")
+    of, adam = model(activation="gelu", **sizes), optax.adamw(1e-2, eps=1e-2)
+    one = lower("data=1,microbatches=2", of, adam)
+    report = equality.compare(lower(layout, of, adam), one, [batch(0)])
+    assert report.ok, report.problem

@@ -1,11 +1,11 @@
 """Dropless routing: every expert takes all of its tokens, sorted by expert.
 
 The rows of each expert stand one after the other, as `grouped_matmul` wants them.
-Compiled programs need buffers of a fixed size. `MixtureConfig.bound`
-limits the choices that one device sends to another, and those beyond it are counted;
-without it buffers hold the worst case, in which each device chooses the experts of one.
-A device sends its tokens to all devices that share the experts, or rows in buffers for
-each of them where those are no larger.
+Compiled programs need buffers of a fixed size. `MixtureConfig.bound` limits the choices
+that one device sends to another, and those beyond it are counted; without it buffers
+hold the worst case, in which each device chooses the experts of one. A device sends its
+tokens to all devices that share the experts, or rows in buffers for each of them where
+those are no larger.
 
 Source: Gale et al., MegaBlocks, arXiv:2211.15841, sections 4 and 5.
 """

@@ -86,7 +86,7 @@ class MlpSplit:
           weights_BLX: float32 weights of the experts' outputs.
           experts: the matrices.
         """
-        args = x_BLD, weights_BLX, *experts
+        args = [x for x in (x_BLD, weights_BLX, *experts) if x is not None]
         axes = {a for x in args for a in jax.typeof(x).manual_axis_type.varying}
         places = [place and place.varying(tuple(axes)) for place in map(place_of, args)]
         args = [vary(x, tuple(axes)) for x in args]
