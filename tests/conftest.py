@@ -34,21 +34,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Few programs of one process come twice: writing all of them costs more than it saves.
 jax.config.update("jax_enable_compilation_cache", False)
 assert jax.device_count() == 8, jax.devices()
+TrainProgram.init = drawn_weights.init
 sys.dont_write_bytecode = False  # pytest keeps what it made of the tests' files.
 
 # Traces make many objects that live long: with the defaults, a tenth of the time goes
 # into looking for circles among them, most of all among those of the modules.
 gc.freeze()
 gc.set_threshold(100_000, 20, 50)
-
-
-@pytest.fixture(autouse=True)
-def drawn_once(monkeypatch):
-    """Programs of one model start with weights that are drawn once.
-
-    Folders that test how programs draw them have a fixture of this name that does not.
-    """
-    monkeypatch.setattr(TrainProgram, "init", drawn_weights.init)
 
 
 @pytest.fixture(params=["nnx", "linen"])

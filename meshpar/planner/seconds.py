@@ -77,18 +77,18 @@ class Factors(NamedTuple):
 
 
 FACTORS = Factors(
-    held=1.68,
-    saved=3.64,
-    looped=0.88,
-    summed=9.16,
+    held=1.69,
+    saved=3.62,
+    looped=1.02,
+    summed=7.59,
     state_moves=2.3,
-    tensor_moves=4.79,
-    grouped=8.19,
+    tensor_moves=4.68,
+    grouped=6.66,
     grouped_backward=0.0,
     hidden=0.0,
-    hidden_backward=22.48,
+    hidden_backward=21.95,
     copied=0.0,
-    copied_backward=6.39,
+    copied_backward=6.18,
 )
 """Those of the last fit to the cycles that compilers for TPUs state, by
 `experiments.benchmarks.planner_fit`."""

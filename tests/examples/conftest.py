@@ -3,11 +3,4 @@
 import pathlib
 import sys
 
-import pytest
-
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
-
-
-@pytest.fixture(autouse=True)
-def drawn_once():
-    """Every program draws its own weights here."""

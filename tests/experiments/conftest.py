@@ -21,8 +21,3 @@ def unbroken(text, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("unbroken")
     assert train(config(text, workdir, sample_tokens=5)) == 0
     return losses(workdir), workdir
-
-
-@pytest.fixture(autouse=True)
-def drawn_once():
-    """Every program draws its own weights here."""
