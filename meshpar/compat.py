@@ -26,11 +26,11 @@ def prepare_cpu_threads() -> None:
 
 
 def quicken_cpu_compiler() -> None:
-    """Lets XLA:CPU compile a step in half of the time; steps take no longer.
+    """Lets XLA:CPU compile faster: a step in half of the time with jax 0.10.
 
     It skips passes of LLVM that change little here, and generates a program's code in
-    one piece. What XLA_FLAGS says already stays. XLA reads them when its first backend
-    starts, so call this before.
+    one piece. Steps of the default recipe take no longer. What XLA_FLAGS says stays.
+    XLA reads them when its first backend starts, so call this before.
     """
     quick = {
         "xla_backend_optimization_level": 1,

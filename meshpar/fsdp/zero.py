@@ -198,10 +198,10 @@ class Zero:
         that of the copies, which is the one that kernels read forward.
         """
         return {
-            path + _MASTER: self.vary(stack[path])
-            for path in self.in_place - self.on_host
-            if not self.shardings[path].splits
-            if stack[path].dtype != weights[path].dtype
+            path + _MASTER: self.vary(x)
+            for path, x in stack.items()  # A set's order differs between processes.
+            if path in self.in_place and path not in self.on_host
+            if not self.shardings[path].splits and x.dtype != weights[path].dtype
         }
 
     def _moves(self, what: str, backward: str = "") -> AbstractContextManager:
@@ -253,7 +253,7 @@ class Zero:
             places = {
                 path: InStack(x, stacks.row, masters.get(path + _MASTER))
                 for path, x in stacks.arrays.items()
-                if path in cast and cast[path] is weights[path]
+                if cast[path] is weights[path]
             }
             with standing((cast[path], place) for path, place in places.items()):
                 y = self.layered.layer(cast, x, fold_key(key, i), context)

@@ -101,11 +101,10 @@ def test_every_layout_equals_one_device(case):
 
 
 @pytest.mark.parametrize(
-    "layout", ["pipe=2,tensor=2,microbatches=2", slow("tensor=2,microbatches=2")]
+    "layout", ["data=2,tensor=2", slow("fsdp=2,tensor=2"), slow("tensor=2")]
 )
-def test_experts_without_a_gate_equal_one_device(layout):
+def test_experts_without_a_gate_train_as_in_a_plain_loop(layout):
     sizes = dict(kv_heads=4, mlp=32, num_experts=4, routing="dropless")
     of, adam = model(activation="gelu", **sizes), optax.adamw(1e-2, eps=1e-2)
-    one = lower("data=1,microbatches=2", of, adam)
-    report = equality.compare(lower(layout, of, adam), one, [batch(0)])
+    report = equality.compare(lower(layout, of, adam), None, [batch(0)])
     assert report.ok, report.problem

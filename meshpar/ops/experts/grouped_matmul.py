@@ -146,6 +146,7 @@ def _ragged_forward(
 ) -> tuple[tuple[Array, ...], tuple]:
     results = _ragged_dots(x_SD, weights, places, sizes_E)
     own = tuple(map(_read_backward, weights, places))
+    # Holds no arrays: its structure tells the backward pass which ones have a place.
     in_stack = tuple(None if place is None else () for place in places)
     return results, (x_SD, own, in_stack, sizes_E)
 
