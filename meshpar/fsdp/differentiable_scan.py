@@ -29,35 +29,45 @@ class Segment(NamedTuple):
     count: int
 
 
-def differentiable(*segments: Segment) -> Callable[[Params, Params, Any], Any]:
+def differentiable(*segments: Segment) -> Callable[..., Any]:
     """The whole stack as a function that jax differentiates by `LayerScan.backward`.
 
-    Several segments write their gradients in place into those of the whole stack.
+    Several segments write their gradients in place into those of the whole stack. With
+    sums, each layer's gradient is added in place to its row: no stack of gradients is
+    held beside them. The sums then stand for the leaves: "gradient" of the sums is what
+    they become, and the leaves have none.
 
     Args:
       *segments: all layers of the stack, in the order in which they run.
 
     Returns:
-      (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x) -> x.
+      (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x, sums {path:
+      [depth, ...]} or None) -> x.
     """
 
     @jax.custom_vjp
-    def run(leaves: Params, constants: Params, x: Any) -> Any:
+    def run(
+        leaves: Params, constants: Params, x: Any, sums: Params | None = None
+    ) -> Any:
         for layers, rows in _with_rows(segments):
             x = layers.run(leaves, constants, x, rows)
         return x
 
-    def forward(leaves: Params, constants: Params, x: Any) -> tuple[Any, Any]:
+    def forward(
+        leaves: Params, constants: Params, x: Any, sums: Params | None
+    ) -> tuple[Any, Any]:
         saved: list[Residuals] = []
         for layers, rows in _with_rows(segments):
             x, residuals = layers.forward(leaves, constants, x, rows)
             saved.append(residuals)
-        return x, (leaves, constants, saved)
+        return x, (leaves, constants, saved, sums)
 
-    def backward(residuals: Any, dx: Any) -> tuple[Params, None, Any]:
-        leaves, constants, saved = residuals
-        dleaves = None
-        if len(segments) > 1:
+    def backward(residuals: Any, dx: Any) -> tuple[Params | None, None, Any, Any]:
+        leaves, constants, saved, sums = residuals
+        dleaves, how = None, "into"
+        if sums is not None:
+            dleaves, how = sums, "sums"
+        elif len(segments) > 1:
             dleaves = {path: _zeros_like(x) for path, x in leaves.items()}
         pairs = zip(_with_rows(segments), saved, strict=True)
         for (layers, rows), own in reversed(list(pairs)):
@@ -71,8 +81,8 @@ def differentiable(*segments: Segment) -> Callable[[Params, Params, Any], Any]:
                     weights, own, dx = computed((weights, own, dx))
                 else:
                     weights, dx = computed((weights, dx))
-            dx, dleaves = layers.backward(*weights, own, dx, rows, into=dleaves)
-        return dleaves, None, dx
+            dx, dleaves = layers.backward(*weights, own, dx, rows, **{how: dleaves})
+        return (dleaves, None, dx, None) if sums is None else (None, None, dx, dleaves)
 
     run.defvjp(forward, backward)
     return run

@@ -88,42 +88,62 @@ class ScanRunner(Runner):
         """Totals and gradients summed over this shard's samples."""
         leaves, constants = self.zero.leaves(params)
 
-        def gradients(batch: Any, key: Array, is_last: Any) -> tuple[Totals, Params]:
-            def loss_fn(leaves: Params) -> tuple[Array, Totals]:
-                result = self._loss(leaves, constants, batch, key)
+        def gradients(
+            batch: Any, key: Array, is_last: Any, sums: Params
+        ) -> tuple[Totals, Params, Params]:
+            """Totals, gradients, and the sums with those of their paths added."""
+            trained = {path: x for path, x in leaves.items() if path not in sums}
+
+            def loss_fn(trained: Params, sums: Params) -> tuple[Array, Totals]:
+                result = self._loss(leaves | trained, constants, batch, key, sums)
                 totals = self.frame.totals(result, is_last)
                 return totals.loss, totals
 
-            weighted, backward, totals = jax.vjp(loss_fn, leaves, has_aux=True)
-            return totals, backward(jnp.ones_like(weighted))[0]
+            weighted, backward, totals = jax.vjp(loss_fn, trained, sums, has_aux=True)
+            return totals, *backward(jnp.ones_like(weighted))
 
         with self.frame.scope():
             if self.frame.layout.microbatches == 1:
-                return gradients(batch, key, True)
-            return self._accumulate(gradients, batch, key)
+                return gradients(batch, key, True, {})[:2]
+            return self._accumulate(gradients, leaves, batch, key)
 
     def _accumulate(
         self,
-        gradients: Callable[[Any, Array, Any], tuple[Totals, Params]],
+        gradients: Callable[[Any, Array, Any, Params], tuple[Totals, Params, Params]],
+        leaves: Params,
         batch: Any,
         key: Array,
     ) -> tuple[Totals, Params]:
         """Sums of `gradients` over the microbatches, in float32."""
         num = self.frame.layout.microbatches
         batches = split_microbatches(batch, num)
+        zeros = {p: jnp.zeros(x.shape, jnp.float32) for p, x in leaves.items()}
+        sums = jax.tree.map(self.frame.vary, zeros)
+        shared, stack = self.frame.layered.split(sums)
+        in_place = stack if self.adds_in_place else {}
         first = jax.tree.map(lambda x: x[0], batches)
         key_of_first = for_microbatch(key, jnp.int32(0), num)
-        totals, grads = jax.eval_shape(gradients, first, key_of_first, True)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), grads)
-        empty = jax.tree.map(self.frame.vary, (totals.empty(), zeros))
+        totals, *_ = jax.eval_shape(gradients, first, key_of_first, True, in_place)
+        empty = jax.tree.map(self.frame.vary, totals.empty())
 
-        def body(sums: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
-            m, batch = m_batch
-            totals, new = gradients(batch, for_microbatch(key, m, num), m == num - 1)
-            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], new)
-            return (sums[0].added(totals), grads), None
+        def body(carry: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
+            (total, sums, in_place), (m, batch) = carry, m_batch
+            args = batch, for_microbatch(key, m, num), m == num - 1, in_place
+            totals, new, in_place = gradients(*args)
+            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
+            return (total.added(totals), sums, in_place), None
 
-        return lax.scan(body, empty, (jnp.arange(num), batches))[0]
+        carry = empty, shared if in_place else sums, in_place
+        carry, _ = lax.scan(body, carry, (jnp.arange(num), batches))
+        return carry[0], carry[1] | carry[2]
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether each layer's gradient is added to its sum over microbatches at once.
+
+        Layers that split rows over `tensor` sum gradients over it after their loop.
+        """
+        return all(run.segment.use == FEATURES for run in self._stack)
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes held all through a step; sums over microbatches are in float32.
@@ -135,9 +155,10 @@ class ScanRunner(Runner):
             return held
         early = self.zero.reduces_early
         held_by = plan.gradients if early else plan.trained(plan.weights)
+        in_place = self.frame.layered.split(held_by)[1] if self.adds_in_place else {}
         gradients = sums = 0
-        for leaf in held_by.values():
-            gradients += leaf.bytes_per_device
+        for path, leaf in held_by.items():
+            gradients += 0 if path in in_place else leaf.bytes_per_device
             sums += leaf.bytes_per_device * 4 // jnp.dtype(leaf.dtype).itemsize
         return held._replace(gradients=gradients, sums=sums)
 
@@ -152,9 +173,12 @@ class ScanRunner(Runner):
             yield Segment(layers, count)
 
     def _loss(
-        self, leaves: Params, constants: Params, batch: Any, key: Key
+        self, leaves: Params, constants: Params, batch: Any, key: Key, sums: Params
     ) -> LossResult:
-        """The model's loss, with weights made whole as ZeRO says."""
+        """The model's loss, with weights made whole as ZeRO says.
+
+        Differentiated by sums of the stack's gradients, it adds to them in place.
+        """
         layered = self.frame.layered
         shared_constants, stack_constants = layered.split(constants)
         shared, stack = layered.split(leaves)
@@ -178,5 +202,5 @@ class ScanRunner(Runner):
         context = layered.context(params, batch, key)
         run = differentiable(*self._segments(fold_key(key, LAYERS_KEY), context))
         x = self.zero.after(whole, jax.tree.map(self.frame.vary, x))
-        x, own = late.before_head(run(stack, stack_constants, x), whole)
+        x, own = late.before_head(run(stack, stack_constants, x, sums or None), whole)
         return layered.head(params | self.frame.cast(own), x, batch, key)
