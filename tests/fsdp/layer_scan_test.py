@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from meshpar.fsdp.differentiable_scan import Segment, differentiable
 from meshpar.fsdp.layer_scan import LayerScan
@@ -119,23 +120,66 @@ def test_segments_keep_what_all_layers_pass_on_once():
     assert kept.count((ROWS, SEEN)) == 1
 
 
-def test_segments_write_gradients_without_a_second_copy_of_the_stack():
-    """Two segments take as much memory as one, but for part of one layer."""
-    depth, dim = 8, 128
-    layer = 4 * dim * dim
+WIDE, DIM = 8, 128  # A stack of matrices that outweighs all else.
+
+
+def of_wide_layers(*counts):
+    """A stack of wide layers in segments, which are computed again."""
 
     def simple(weights, x, number, context, stacks):
         return jnp.tanh(x @ weights["w"])
 
-    def temporary(*counts):
-        wrapped = wrap_remat(simple, "full", prevent_cse=False)
-        one = LayerScan(wrapped, lambda a, b: a | b, lambda g: g)
-        run = differentiable(*(Segment(one, n) for n in counts))
-        weights = {"w": jnp.zeros((depth, dim, dim))}
+    wrapped = wrap_remat(simple, "full", prevent_cse=False)
+    one = LayerScan(wrapped, lambda a, b: a | b, lambda g: g)
+    return differentiable(*(Segment(one, n) for n in counts))
+
+
+def temporary(fn, *args):
+    """Bytes of temporaries that a compiled function takes."""
+    compiled = jax.jit(fn).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_segments_write_gradients_without_a_second_copy_of_the_stack():
+    """Two segments take as much memory as one, but for part of one layer."""
+    layer = 4 * DIM * DIM
+
+    def taken(*counts):
+        run = of_wide_layers(*counts)
         step = jax.grad(lambda w, x: run(w, {}, x).sum())
         norm = lambda w, x: (step(w, x)["w"] ** 2).sum()  # noqa: E731
-        compiled = jax.jit(norm).lower(weights, jnp.zeros((2, dim))).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return temporary(norm, {"w": jnp.zeros((WIDE, DIM, DIM))}, jnp.zeros((2, DIM)))
 
-    assert temporary(8) > depth * layer
-    assert temporary(3, 5) < temporary(8) + 2 * layer
+    assert taken(8) > WIDE * layer
+    assert taken(3, 5) < taken(8) + 2 * layer
+
+
+@pytest.mark.parametrize("counts", [(8,), (3, 5)])
+def test_gradients_are_added_to_sums_and_have_no_stack_of_their_own(counts):
+    run, rng = of_wide_layers(*counts), np.random.default_rng(0)
+    weights = {"w": jnp.float32(rng.normal(size=(WIDE, DIM, DIM)) * DIM**-0.5)}
+    xs = jnp.float32(rng.normal(size=(3, 2, DIM)))
+
+    def added(gradients):
+        def sums(weights, xs):
+            zeros = jax.tree.map(jnp.zeros_like, weights)
+            return lax.scan(
+                lambda sums, x: (gradients(weights, x, sums), None), zeros, xs
+            )[0]
+
+        return sums
+
+    @added
+    def apart(weights, x, sums):
+        new = jax.grad(lambda w: run(w, {}, x).sum())(weights)
+        return jax.tree.map(jnp.add, sums, new)
+
+    @added
+    def in_place(weights, x, sums):
+        return jax.grad(lambda sums: run(weights, {}, x, sums).sum())(sums)
+
+    got, want = (jax.jit(fn)(weights, xs)["w"] for fn in (in_place, apart))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    stack, layer = 4 * WIDE * DIM * DIM, 4 * DIM * DIM
+    saved = temporary(apart, weights, xs) - temporary(in_place, weights, xs)
+    assert saved > stack - 2 * layer
