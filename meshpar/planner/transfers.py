@@ -108,15 +108,16 @@ def state_seconds(
 ) -> Exposed:
     """Transfers of weights and gradients, as far as compute does not hide them."""
 
-    def exposed(with_latency: bool) -> float:
-        lasts: dict[Beside, float] = {}
-        for use, terms in traffic.terms.items():
-            for term in terms:
-                links = link(lowering, machine, term.axes)
-                if not with_latency:
-                    links = links._replace(latency=0.0)
-                beside = Beside(term.beside, use)
-                lasts[beside] = lasts.get(beside, 0.0) + term.seconds(links)
+    whole: dict[Beside, float] = {}
+    of_bytes: dict[Beside, float] = {}
+    for use, terms in traffic.terms.items():
+        for term in terms:
+            links, beside = link(lowering, machine, term.axes), Beside(term.beside, use)
+            whole[beside] = whole.get(beside, 0.0) + term.seconds(links)
+            alone = term.seconds(links._replace(latency=0.0))
+            of_bytes[beside] = of_bytes.get(beside, 0.0) + alone
+
+    def exposed(lasts: Mapping[Beside, float]) -> float:
         total = 0.0
         for beside, seconds in lasts.items():
             hidden = compute.get(beside, 0.0) if machine.overlaps else 0.0
@@ -124,8 +125,8 @@ def state_seconds(
             total += max(least, seconds - hidden)
         return total
 
-    of_bytes = exposed(with_latency=False)
-    return Exposed(of_bytes, exposed(with_latency=True) - of_bytes)
+    bytes_alone = exposed(of_bytes)
+    return Exposed(bytes_alone, exposed(whole) - bytes_alone)
 
 
 def host_seconds(

@@ -74,6 +74,12 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind)}
 
 
+@functools.lru_cache(maxsize=1024)
+def _setting(name: str, value: Any) -> str:
+    """A field of a layout and its value, as in the string of the layout."""
+    return shown(write_items({name: value}))
+
+
 def _no_pipeline(layout: Any) -> None:
     """The pipeline of a layout of which no schedule is known."""
     del layout
@@ -126,7 +132,7 @@ class Combination:
         """Fields of the layout that do not have their default, as in its string."""
         layout, defaults = self.layout, _defaults(type(self.layout))
         return [
-            shown(write_items({name: value}))
+            _setting(name, value)
             for name in names
             if (value := getattr(layout, name)) != defaults[name]
         ]
