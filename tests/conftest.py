@@ -13,6 +13,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 # Otherwise every child process parses every module of meshpar anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # Others spin while they wait.
 
 # Child processes share one compilation cache for as long as tests run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -24,7 +25,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
-from support import drawn_weights
+from jax._src import compiler
+from support import compiled_once, drawn_weights
 
 import meshpar
 from meshpar import TrainProgram
@@ -33,8 +35,11 @@ meshpar.simulate(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Few programs of one process come twice: writing all of them costs more than it saves.
 jax.config.update("jax_enable_compilation_cache", False)
+# XLA carries all callers of each operation along: one says in an error where it was.
+jax.config.update("jax_traceback_in_locations_limit", 1)
 assert jax.device_count() == 8, jax.devices()
 TrainProgram.init = drawn_weights.init
+compiler.backend_compile_and_load = compiled_once.compiled
 sys.dont_write_bytecode = False  # pytest keeps what it made of the tests' files.
 
 # Traces make many objects that live long: with the defaults, a tenth of the time goes

@@ -107,7 +107,6 @@ def state_seconds(
     compute: Mapping[Beside, float],
 ) -> Exposed:
     """Transfers of weights and gradients, as far as compute does not hide them."""
-
     whole: dict[Beside, float] = {}
     of_bytes: dict[Beside, float] = {}
     for use, terms in traffic.terms.items():

@@ -10,12 +10,14 @@ import pytest
 from meshpar.checkpoint import failed_writes
 
 PROGRAM = """
-import os, pathlib, resource, sys, time
+import os, pathlib, resource, sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from meshpar.checkpoint import failed_writes
 from meshpar.checkpoint.persistent import PersistentTier
 from meshpar.errors import MeshparError
 
+failed_writes._GRACE_S = 0.2
 address, process, failing, folder = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(process))
 sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
@@ -33,8 +35,8 @@ try:
 except MeshparError as error:
     print(error, flush=True)
     tier.close()
-if process == "0":  # It serves the other.
-    time.sleep(3)
+if process == "0":  # It serves the other until that has ended.
+    sys.stdin.read()
 os._exit(0)
 """
 
@@ -47,6 +49,7 @@ def both(folder, failing):
     running = [
         subprocess.Popen(
             [*words, str(process), str(failing), folder],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -54,7 +57,7 @@ def both(folder, failing):
         for process in (0, 1)
     ]
     try:
-        return [each.communicate(timeout=100)[0] for each in running]
+        return [each.communicate(timeout=100)[0] for each in reversed(running)]
     finally:
         for each in running:
             each.kill()

@@ -115,7 +115,7 @@ def test_a_slow_disk_is_waited_for_and_a_broken_one_is_named(file, monkeypatch):
     read, want = os.pread, taken(batches(file), 3)
 
     def slowly(*where):
-        time.sleep(0.05)
+        time.sleep(0.01)
         return read(*where)
 
     with monkeypatch.context() as patch:

@@ -101,7 +101,7 @@ def test_every_layout_equals_one_device(case):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=2,tensor=2", slow("fsdp=2,tensor=2"), slow("tensor=2")]
+    "layout", ["tensor=2", slow("data=2,tensor=2"), slow("fsdp=2,tensor=2")]
 )
 def test_experts_without_a_gate_train_as_in_a_plain_loop(layout):
     sizes = dict(kv_heads=4, mlp=32, num_experts=4, routing="dropless")

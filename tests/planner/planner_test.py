@@ -1,8 +1,10 @@
 """The planner: traffic of the contract, memory as `explain` predicts it, and laws."""
 
 import dataclasses
+import functools
 import itertools
 import math
+from unittest import mock
 
 import jax
 import numpy as np
@@ -29,6 +31,7 @@ from meshpar.layouts import parse
 from meshpar.layouts.wanted import Wanted
 from meshpar.lowering.layer_trace import trace_layer
 from meshpar.mesh.machine import machine_of
+from meshpar.planner import plans as planning
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.space import layouts
@@ -253,10 +256,17 @@ def test_axes_over_slices_take_the_slow_links():
     assert 2 < far.state / near.state < 90 / 6.25
 
 
+@functools.cache
+def small_facts():
+    return Facts(model(), OPTIMIZER, shapes(), None, jax.devices()[:4])
+
+
 def plan(**options):
-    devices, forbid = jax.devices()[:4], "pipe,tensor"
-    options = dict(forbid=forbid, top=1) | options
-    return meshpar.plan(model(), OPTIMIZER, batch(), devices, **options)
+    """Plans of one model, whose layers are traced once for all of them."""
+    options = dict(forbid="pipe,tensor", top=1) | options
+    facts = small_facts()
+    with mock.patch.object(planning, "Facts", lambda *_: facts):
+        return meshpar.plan(facts.model, OPTIMIZER, batch(), facts.devices, **options)
 
 
 def test_the_budget_holds_and_more_memory_is_never_slower():
