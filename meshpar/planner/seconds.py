@@ -77,18 +77,18 @@ class Factors(NamedTuple):
 
 
 FACTORS = Factors(
-    held=1.69,
-    saved=3.62,
-    looped=1.02,
-    summed=7.59,
+    held=1.68,
+    saved=3.61,
+    looped=1.11,
+    summed=5.49,
     state_moves=2.3,
-    tensor_moves=4.68,
-    grouped=6.66,
+    tensor_moves=4.71,
+    grouped=6.77,
     grouped_backward=0.0,
     hidden=0.0,
-    hidden_backward=21.95,
+    hidden_backward=21.75,
     copied=0.0,
-    copied_backward=6.18,
+    copied_backward=8.74,
 )
 """Those of the last fit to the cycles that compilers for TPUs state, by
 `experiments.benchmarks.planner_fit`."""
