@@ -35,8 +35,6 @@ meshpar.simulate(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Few programs of one process come twice: writing all of them costs more than it saves.
 jax.config.update("jax_enable_compilation_cache", False)
-# XLA carries all callers of each operation along: one says in an error where it was.
-jax.config.update("jax_traceback_in_locations_limit", 1)
 assert jax.device_count() == 8, jax.devices()
 TrainProgram.init = drawn_weights.init
 compiler.backend_compile_and_load = compiled_once.compiled
@@ -46,6 +44,19 @@ sys.dont_write_bytecode = False  # pytest keeps what it made of the tests' files
 # into looking for circles among them, most of all among those of the modules.
 gc.freeze()
 gc.set_threshold(100_000, 20, 50)
+
+
+CALLERS = {"checker": 10, "collectives": 1, "contracts": 1}
+"""Callers that programs name for each operation, in folders whose tests read them.
+
+XLA carries them along: without any, programs compile a tenth faster.
+"""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    callers = CALLERS.get(item.path.parent.name, 0)
+    jax.config.update("jax_traceback_in_locations_limit", callers)
 
 
 @pytest.fixture(params=["nnx", "linen"])

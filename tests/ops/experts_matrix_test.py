@@ -25,7 +25,7 @@ LAYOUTS = [
     slow("capacity fsdp=2,expert=2,context=2"),
     slow("dropless expert=2,context=4,remat=full"),
     slow("capacity expert=8"),
-    "dropless fsdp=2,expert=2,tensor=2,microbatches=2",
+    slow("dropless fsdp=2,expert=2,tensor=2,microbatches=2"),
     slow("capacity data=2,expert=2 jit"),
     slow("capacity pipe=2,expert=2,context=2,microbatches=4"),
     slow("capacity pipe=2,fsdp=2,expert=2,microbatches=4"),
@@ -44,7 +44,7 @@ LAYOUTS = [
         "capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,params.embed=fsdp+expert"
     ),
     slow("dropless expert=8"),
-    slow("dropless expert=2,fsdp=4,zero=2"),
+    "dropless expert=2,fsdp=4,zero=2",
     slow("dropless fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert jit"),
     slow("dropless pipe=2,expert=4,microbatches=4,virtual_stages=2"),
     slow("capacity expert=2,context=4,remat=experts"),
