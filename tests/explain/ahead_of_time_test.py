@@ -31,7 +31,8 @@ from meshpar.runs.config import with_settings
         slow("fsdp=8,zero=1", "v5e:2x4", 32, 2.0, 2.0),
         slow("fsdp=8,zero=2", "v5e:2x4", 32, 2.0, 2.0),
         slow("fsdp=8,prefetch=attention/q,remat=full", "v5e:2x4", 32, 2.7, 3.0),
-        ("fsdp=8,remat=full", "v5p:2x2x2", 8, 2.7, 3.0),
+        ("fsdp=8,remat=dots", "v5p:2x2x2", 8, 2.7, 3.0),
+        slow("fsdp=8,remat=full", "v5p:2x2x2", 8, 2.7, 3.0),
         slow("data=2,fsdp=4,remat=full", "2*v5e:2x2", 32, 2.5, 3.2),
         slow("fsdp=4,tensor=2,remat=full", "v5e:2x4", 32, 0, 99),
     ],
@@ -51,8 +52,9 @@ def test_tpu_programs_keep_the_contract(layout, topology, rows, least, most):
         # Only chips that gather beside compute do so in one collective.
         gathered = [c for c in hidden if c.kind == "all_gather"]
         assert bool(gathered) == ("v5e" in topology)
-        # Splash attention: forward, forward again (remat=full), and backward.
-        assert program.compiled.as_text().count('"tpu_custom_call"') == 3
+        # Splash attention: forward, forward again unless it is kept, and backward.
+        kernels = program.compiled.as_text().count('"tpu_custom_call"')
+        assert kernels == (2 if "remat=dots" in layout else 3)
 
 
 @tpu

@@ -29,7 +29,7 @@ def test_a_mix_takes_memory_between_that_of_its_policies():
 @pytest.mark.parametrize(
     "layout, heads, groups",
     [
-        ("fsdp=8", 4, 1),
+        pytest.param("fsdp=8", 4, 1, marks=pytest.mark.slow),
         pytest.param("fsdp=4,tensor=2", 8, 1, marks=pytest.mark.slow),
         pytest.param(
             "fsdp=4,context=2,context_mode=allgather", 4, 4, marks=pytest.mark.slow
