@@ -43,11 +43,11 @@ def test_random_layouts_leave_out_the_layout(verify):
 
 
 def test_verify_command_proves_and_names_differences(verify):
-    words = *TWO, "--layout=fsdp=2"
+    words = "--layout=fsdp=2,tensor=2", "--devices=4", "--verify_steps=2"
     done = verify(*words)
     assert not done.code, done.out + done.err
     last = done.out.strip().splitlines()[-1]
-    assert last.startswith("EQUAL: fsdp=2,zero=3"), last
+    assert last.startswith("EQUAL: fsdp=2,tensor=2,zero=3"), last
     # A tolerance below rounding finds a difference, names it and exits 1.
     done = verify(*words, "--json", "--tolerance=1e-12")
     assert done.code == 1, done.err
