@@ -25,11 +25,11 @@ def compiled(backend, module, executable_devices, options, host_callbacks):
     key = None if host_callbacks else _key(*arguments[:4])
     if key in _kept:
         _kept.move_to_end(key)
-        return _kept[key]
+        return _kept[key][0]
     start = time.perf_counter()
     made = _compile(*arguments)
     if key is not None and time.perf_counter() - start > LEAST_S:
-        _kept[key] = made
+        _kept[key] = made, backend  # Its address, in the key, stays its own.
     if len(_kept) > MOST:
         _kept.popitem(last=False)
     return made
