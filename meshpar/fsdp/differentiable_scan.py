@@ -33,9 +33,9 @@ def differentiable(*segments: Segment) -> Callable[..., Any]:
     """The whole stack as a function that jax differentiates by `LayerScan.backward`.
 
     Several segments write their gradients in place into those of the whole stack. With
-    sums, each layer's gradient is added in place to its row of them: no stack of
-    gradients is held beside. The function is then differentiated by the sums, and not
-    by the leaves: the derivative is the sums as they become.
+    sums, each layer's gradient is added in place to its row of them, and no stack of
+    gradients is held beside them. The function is then differentiated by the sums, and
+    not by the leaves: their "gradient" is the sums with this gradient added.
 
     Args:
       *segments: all layers of the stack, in the order in which they run.

@@ -18,6 +18,7 @@ from meshpar import layouts
 from meshpar.collectives import transport
 from meshpar.errors import LayoutError
 from meshpar.fsdp import buckets, sharding
+from meshpar.jaxprs.walk import equations
 from meshpar.lowering import frame
 from meshpar.lowering.shard_map import ShardMapLowering
 
@@ -121,6 +122,27 @@ def test_zero_3_keeps_no_gathered_weight():
     growth = (memory[1] - memory[0]) / 4
     # A layer adds two copies of its shard's gradient, and its activations.
     assert growth < layer / 2
+
+
+def test_with_microbatches_no_loop_gives_a_stack_of_gradients():
+    """It has the shapes of the weights; the sums are carried from round to round."""
+
+    def stacks(layout):
+        program = lower(layout, TINY)
+        shapes = {
+            program.model.params[p].shape
+            for p in ("blocks/mlp/up", "blocks/attention/q")
+        }
+        loops = (
+            eqn
+            for eqn in equations(program.inspection.traced.jaxpr.jaxpr)
+            if eqn.primitive.name == "scan"
+        )
+        given = (v for eqn in loops for v in eqn.outvars[eqn.params["num_carry"] :])
+        return shapes.intersection(v.aval.shape for v in given)
+
+    assert len(stacks("data=2")) == 2
+    assert not stacks("data=2,microbatches=2")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 from jax._src import compiler
 
 LEAST_S, MOST = 0.1, 100
-"""Programs that are kept: the last ones of those that took longer."""
+"""A program that took more seconds is kept, until so many others were used after it."""
 
 _kept: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
 _compile = compiler.backend_compile_and_load
