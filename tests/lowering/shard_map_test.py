@@ -14,7 +14,7 @@ from support.marks import slow
 from support.tiny_models import batch, host, lower, model, relative_error
 
 import meshpar
-from meshpar import layouts
+from meshpar import compat, layouts
 from meshpar.collectives import transport
 from meshpar.errors import LayoutError
 from meshpar.fsdp import buckets, sharding
@@ -138,7 +138,7 @@ def test_with_microbatches_no_loop_gives_a_stack_of_gradients():
             for eqn in equations(program.inspection.traced.jaxpr.jaxpr)
             if eqn.primitive.name == "scan"
         )
-        given = (v for eqn in loops for v in eqn.outvars[eqn.params["num_carry"] :])
+        given = (v for eqn in loops for v in eqn.outvars[compat.scan_counts(eqn)[1] :])
         return shapes.intersection(v.aval.shape for v in given)
 
     assert len(stacks("data=2")) == 2
