@@ -66,7 +66,7 @@ BY_US = [
     Row("fsdp=8,zero=2", wire=(2.0, 2.0), slow=True),
     Row("fsdp=8,zero=3", wire=(2.7, 3.0), slow=True),
     Row("fsdp=8,zero=1,microbatches=2", wire=(2.0, 2.0), slow=True),
-    Row("fsdp=8,zero=2,microbatches=2", wire=(2.0, 2.0)),
+    Row("fsdp=8,zero=2,microbatches=2", wire=(2.0, 2.0), slow=True),
     Row("data=2,fsdp=4,zero=3,remat=full", wire=(2.5, 3.0)),
     Row("tensor=4", slow=True),
     Row("data=2,fsdp=2,tensor=2", slow=True),

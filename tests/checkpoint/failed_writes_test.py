@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from support.marks import slow
 
 from meshpar.checkpoint import failed_writes
 
@@ -64,7 +65,7 @@ def both(folder, failing):
             each.communicate()
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [slow(0), 1])
 def test_a_full_disk_in_one_process_ends_both(failing, tmp_path):
     """Their threads wait at different barriers, for 20 minutes if they are left."""
     for said in both(tmp_path, failing):

@@ -98,7 +98,7 @@ def test_nothing_holds_what_a_compiler_chooses():
 @pytest.mark.parametrize(
     "layout",
     [
-        "tensor=2",
+        slow("tensor=2"),
         "data=2,tensor=2",
         slow("pipe=2,data=2,tensor=2,microbatches=4"),
     ],

@@ -22,6 +22,7 @@ def test_one_bad_point_is_beyond_the_noise():
     assert not is_within_noise(CURVES, worse)
 
 
+@pytest.mark.slow
 def test_both_formats_train_from_the_same_weights(monkeypatch, capsys):
     words = ["--recipe=tiny", "--steps=10", "--layout=data=1", "--devices=1"]
     words += ["--runs=2"]

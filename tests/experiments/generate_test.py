@@ -68,6 +68,7 @@ def test_the_score_is_the_held_out_loss_of_the_run(unbroken, layout, command):
     assert loss == pytest.approx(held_out_loss(unbroken[1]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_all_held_out_samples_are_evaluated_and_scored(text, tmp_path, command):
     """Batches of 16 of few samples: the last one has fewer rows."""
     changes = dict(steps=1, evaluation_batches=100)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from support.marks import slow
 
 from experiments import recipes
 from experiments.recipes import muon
@@ -65,7 +66,7 @@ def test_matrices_of_layers_are_known_by_the_names_of_their_dims(names, matrix):
     assert muon.matrix_of(names) == matrix
 
 
-@pytest.mark.parametrize("recipe", ["bytes-llama", "bytes-moe"])
+@pytest.mark.parametrize("recipe", [slow("bytes-llama"), "bytes-moe"])
 def test_an_update_has_the_size_of_adamws_and_the_matrices_of_the_model(recipe):
     """Against optax's own Muon of stacks of two layers, with dims by hand."""
     settings = ["optimizer.name=muon", "model.depth=2", "model.vocab=256"]

@@ -14,6 +14,7 @@ from meshpar.multihost.watchdog import HUNG
 ray = pytest.importorskip("ray", reason='needs pip install -e ".[islands]"')
 
 
+@pytest.mark.slow
 def test_a_run_of_a_file_trains_in_processes_and_ray_says_nothing(tmp_path):
     words = ["--recipe=tests/support/own_run.py:net", "--platform=cpu"]
     words += ["--optimizer_mode=islands", "--steps=4", f"--workdir={tmp_path}/run"]

@@ -126,7 +126,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [NnxLoop, LinenLoop])
+@pytest.mark.parametrize("make", [slow(NnxLoop), LinenLoop])
 def test_training_goes_on_where_a_loop_stands(make, layout):
     loop, other = make(), make()
     program = lowered(loop.model, layout)
@@ -239,7 +239,7 @@ def test_replicas_take_weights_but_no_optimizer():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [NnxLoop, LinenLoop])
+@pytest.mark.parametrize("make", [NnxLoop, slow(LinenLoop)])
 def test_steps_in_a_scan_of_the_users_own(make, layout):
     loop, other = make(), make()
     program = lowered(loop.model, layout)

@@ -4,6 +4,7 @@ import jax
 import optax
 import pytest
 from support import own_run
+from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
 import meshpar
@@ -29,9 +30,9 @@ def test_a_layer_keeps_its_input_and_what_is_named():
 @pytest.mark.parametrize(
     "layout, named",
     [
-        ("data=2,remat=attention", "attention"),
+        slow("data=2,remat=attention", "attention"),
         ("data=2,remat=2*full+2*attention", "attention"),
-        ("data=2,remat=experts", "expert_rows"),
+        slow("data=2,remat=experts", "expert_rows"),
     ],
 )
 def test_a_policy_whose_values_no_layer_has_is_refused(layout, named):

@@ -21,11 +21,11 @@ STEPS = 2
 LAYOUTS = [
     slow("fsdp=2,context=4,params.embed=fsdp+context"),
     slow("fsdp=2,context=2,tensor=2,context_mode=ulysses,remat=full"),
-    "pipe=2,fsdp=2,context=2,microbatches=4,context_mode=ring",
+    slow("pipe=2,fsdp=2,context=2,microbatches=4,context_mode=ring"),
     slow("data=2,context=2 jit"),
     slow("fsdp=4,context=2,zero=1,params.embed=fsdp+context"),
     slow("fsdp=2,context=2,zero=2,microbatches=2,remat=dots"),
-    slow("context=8,context_mode=ring,context_heads=2"),
+    "context=8,context_mode=ring,context_heads=2",
     slow("fsdp=2,context=4,context_order=striped"),
     slow("fsdp=2,context=4,context_order=contiguous"),
     slow("context=8,context_mode=ulysses"),

@@ -51,7 +51,7 @@ def plain(x, weights):
     return total
 
 
-@pytest.mark.parametrize("wide", [D, 120])
+@pytest.mark.parametrize("wide", [slow(D), 120])
 def test_matrices_of_a_layer_are_groups_of_the_whole_stack(wide):
     """Rows of F are narrow; columns of D are not, and those of 120 are as well."""
     masters = [normal(seed, DEPTH, E, wide, F) for seed in (1, 2)]
@@ -115,9 +115,9 @@ def as_on_tpus(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        "pipe=2,tensor=2,microbatches=2,remat=full",
+        "tensor=2,microbatches=2",
+        slow("pipe=2,tensor=2,microbatches=2,remat=full"),
         slow("pipe=2,expert=2,microbatches=2,schedule=zb_h1"),
-        slow("tensor=2,microbatches=2"),
         slow("expert=2,tensor=2"),
         slow("fsdp=2,expert=2,remat=full,zero=1"),
     ],

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from support.marks import slow
 from support.tiny_models import lower, model
 
 import meshpar
@@ -19,7 +20,7 @@ DEEP = model(depth=4)
     [
         ("pipe=2", False),
         ("pipe=2,remat=full", True),
-        ("pipe=2,remat=dots", False),
+        slow("pipe=2,remat=dots", False),
         ("pipe=2,save=residuals", True),
         ("pipe=2,remat=full,save=inputs", False),
     ],

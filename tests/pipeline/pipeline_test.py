@@ -110,7 +110,7 @@ def drawn_zero_bubble(seed):
     return f"pipe={stages},microbatches={num},schedule={schedule},{','.join(options)}"
 
 
-@pytest.mark.parametrize("seed", [17, *map(slow, (*range(17), *range(18, 30)))])
+@pytest.mark.parametrize("seed", [8, *map(slow, (*range(8), *range(9, 30)))])
 def test_zero_bubbles_drawn_at_random_equal_one_device(seed):
     program = assert_equals_one_device(drawn_zero_bubble(seed), "untied")
     assert program.violations() == []
@@ -194,12 +194,12 @@ def test_memory_does_not_grow_with_the_microbatches(schedule):
     for num in (8, 32):
         chunks = 2 if schedule == "interleaved" else 1
         layout = layouts.parse(
-            f"pipe=4,microbatches={num},schedule={schedule},virtual_stages={chunks}"
+            f"pipe=2,microbatches={num},schedule={schedule},virtual_stages={chunks}"
         )
-        big = model(depth=8, embed=128, mlp=256)
+        big = model(depth=4, embed=128, mlp=256)
         rows = {name: np.repeat(x, 2 * num // 16, 0) for name, x in batch().items()}
         program = meshpar.lower(
-            big, optax.sgd(0.1), layout, rows, devices=jax.devices()[:4]
+            big, optax.sgd(0.1), layout, rows, devices=jax.devices()[:2]
         )
         sizes.append(program.compiled.memory_analysis().temp_size_in_bytes)
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
@@ -267,7 +267,7 @@ class Directions(nnx.Module):
         self.layers = layers(rngs)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "zb_h1,partition=1/2"])
+@pytest.mark.parametrize("kind", ["1f1b", slow("gpipe"), "zb_h1,partition=1/2"])
 def test_padding_never_reaches_real_layers(kind):
     def layer(layer, x):
         w = layer.w[...]
