@@ -99,7 +99,7 @@ BY_US = [
         "data=2,fsdp=2,tensor=2,microbatches=2,"
         "layers=3*fsdp+4*tensor+1*fsdp,remat=5*full+3*none"
     ),
-    Row("fsdp=2,tensor=2,layers=2*tensor+6*fsdp,prefetch=mlp", "linen", slow=True),
+    Row("fsdp=2,tensor=2,layers=2*tensor+6*fsdp,prefetch=up", "linen", slow=True),
 ]
 BY_THE_COMPILER = [
     Row("data=2,fsdp=2,tensor=2", lowering="jit", slow=True),
@@ -247,7 +247,10 @@ def check_contract(row, program):
 def check_written(program):
     """Collectives are compiled as written, but for gathers that compilers drop."""
     norm = 8 * len(program.plan.gradients)
-    written, compiled = {}, {}
+    written, compiled, bounded = {}, {}, {}
+    for term in program.contract.terms:
+        if term.bound:  # What the compiler moves by itself is not written.
+            bounded[term.axes] = bounded.get(term.axes, 0) + term.payload_bytes
     for term in program.inspection.written_terms:
         assert not term.bound, term
         key = term.kind, term.axes
@@ -257,14 +260,14 @@ def check_written(program):
         size = found.payload_bytes * found.executions
         compiled[key] = compiled.get(key, 0) + size
     for (kind, axes), size in written.items():
-        found = compiled.get((kind, axes), 0)
+        found, most = compiled.get((kind, axes), 0), size + bounded.get(axes, 0)
         if kind == "all_gather":
-            assert 0.75 * size <= found <= size
+            assert 0.75 * size <= found <= most
         elif kind == "all_reduce":  # Compilers add the gradients' norm; over tensor,
             # the gradients of weights that it does not split.
-            assert size <= found <= size + (norm if TENSOR not in axes else 2**14)
+            assert size <= found <= most + (norm if TENSOR not in axes else 2**14)
         else:
-            assert found == size
+            assert size <= found <= most
 
 
 def check_state(run):
