@@ -121,8 +121,10 @@ class RowLayers:
         residuals: Residuals,
         dx: Any,
         rows: Rows,
+        sums: Params | None = None,
         into: Params | None = None,
     ) -> tuple[Any, Params]:
+        stack, how = (into, "into") if sums is None else (sums, "sums")
 
         def inside(
             layers: LayerScan,
@@ -130,20 +132,20 @@ class RowLayers:
             constants: Params,
             residuals: Residuals,
             dx: Any,
-            into: Params | None,
+            stack: Params | None,
         ) -> tuple[Any, Params]:
             dx = self._moved_in(dx) if self.exits else dx
-            given = None if into is None else self._own(into)
+            given = None if stack is None else stack | self._unsummed(leaves)
             args = leaves, constants, residuals, dx, _numbered(rows)
-            dx, grads = layers.backward(*args, into=given)
+            dx, grads = layers.backward(*args, **{how: given})
             dx = self._moved_out(dx) if self.enters else dx
-            return dx, grads | self._summed(grads, into, rows)
+            return dx, grads | self._summed(grads, stack, rows, adds=how == "sums")
 
         grads = self._weight_specs(leaves)
         before, after = self._specs(dx, self.exits), self._specs(dx, self.enters)
-        given = self._residual_specs, before, None if into is None else grads
+        given = self._residual_specs, before, None if stack is None else grads
         run = self._mapped(inside, leaves, constants, given, (after, grads))
-        return run(residuals, dx, into)
+        return run(residuals, dx, stack)
 
     def _mapped(
         self,
@@ -226,16 +228,25 @@ class RowLayers:
         """Whether `tensor` does not split a tensor of the stack."""
         return TENSOR in self.zero.layer_shardings[path].rest
 
-    def _own(self, into: Params) -> Params:
-        """Gradients to write into: of tensors that `tensor` does not split, zeros."""
-        zeros = {p: jnp.zeros_like(x) for p, x in into.items() if self._is_whole(p)}
-        return into | {p: self.frame.over_rows.vary(x) for p, x in zeros.items()}
+    def _unsummed(self, leaves: Params) -> Params:
+        """Zeros for gradients of tensors that `tensor` does not split, before sums."""
+        zeros = {p: jnp.zeros_like(x) for p, x in leaves.items() if self._is_whole(p)}
+        return {path: self.frame.over_rows.vary(x) for path, x in zeros.items()}
 
-    def _summed(self, grads: Params, into: Params | None, rows: Rows) -> Params:
-        """Gradients that are sums over `tensor`, of tensors that it does not split."""
+    def _summed(
+        self, grads: Params, stack: Params | None, rows: Rows, adds: bool
+    ) -> Params:
+        """Gradients that are sums over `tensor`, of tensors that it does not split.
+
+        Args:
+          grads: of the leaves of all tensors.
+          stack: of gradients, whose rows they become; None returns them alone.
+          rows: the rows.
+          adds: whether they are added to these rows.
+        """
         own = {path: x for path, x in grads.items() if self._is_whole(path)}
-        if into is not None:
-            start, count = rows.start, len(rows.numbers)
+        start, count = rows.start, len(rows.numbers)
+        if stack is not None:
             own = {p: lax.slice_in_dim(x, start, start + count) for p, x in own.items()}
         dtypes = {path: x.dtype for path, x in own.items()}
         if self.zero.transports.widens:
@@ -245,12 +256,14 @@ class RowLayers:
         # Compilers for TPUs would move the sums out of the loop over microbatches.
         own = jax.tree.map(lax.optimization_barrier, own)
         own = {path: x.astype(dtypes[path]) for path, x in own.items()}
-        if into is None:
+        if stack is None:
             return own
-        return {
-            path: lax.dynamic_update_slice_in_dim(into[path], x, rows.start, 0)
-            for path, x in own.items()
-        }
+        for path, x in own.items():
+            if adds:
+                before = lax.slice_in_dim(stack[path], start, start + count)
+                x = before + x.astype(before.dtype)
+            own[path] = lax.dynamic_update_slice_in_dim(stack[path], x, start, 0)
+        return own
 
 
 def _numbered(rows: Rows) -> Rows:

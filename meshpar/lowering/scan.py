@@ -120,30 +120,21 @@ class ScanRunner(Runner):
         zeros = {p: jnp.zeros(x.shape, jnp.float32) for p, x in leaves.items()}
         sums = jax.tree.map(self.frame.vary, zeros)
         shared, stack = self.frame.layered.split(sums)
-        in_place = stack if self.adds_in_place else {}
         first = jax.tree.map(lambda x: x[0], batches)
         key_of_first = for_microbatch(key, jnp.int32(0), num)
-        totals, *_ = jax.eval_shape(gradients, first, key_of_first, True, in_place)
+        totals, *_ = jax.eval_shape(gradients, first, key_of_first, True, stack)
         empty = jax.tree.map(self.frame.vary, totals.empty())
 
         def body(carry: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
-            (total, sums, in_place), (m, batch) = carry, m_batch
-            args = batch, for_microbatch(key, m, num), m == num - 1, in_place
-            totals, new, in_place = gradients(*args)
-            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
-            return (total.added(totals), sums, in_place), None
+            (total, shared, stack), (m, batch) = carry, m_batch
+            args = batch, for_microbatch(key, m, num), m == num - 1, stack
+            totals, new, stack = gradients(*args)
+            shared = jax.tree.map(lambda a, b: a + b.astype(a.dtype), shared, new)
+            return (total.added(totals), shared, stack), None
 
-        carry = empty, shared if in_place else sums, in_place
-        carry, _ = lax.scan(body, carry, (jnp.arange(num), batches))
-        return carry[0], carry[1] | carry[2]
-
-    @property
-    def adds_in_place(self) -> bool:
-        """Whether each layer's gradient is added to its sum over microbatches at once.
-
-        Layers that split rows over `tensor` sum gradients over it after their loop.
-        """
-        return all(run.segment.use == FEATURES for run in self._stack)
+        carry = empty, shared, stack
+        (totals, shared, stack), _ = lax.scan(body, carry, (jnp.arange(num), batches))
+        return totals, shared | stack
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes held all through a step; sums over microbatches are in float32.
@@ -155,11 +146,12 @@ class ScanRunner(Runner):
             return held
         early = self.zero.reduces_early
         held_by = plan.gradients if early else plan.trained(plan.weights)
-        in_place = self.frame.layered.split(held_by)[1] if self.adds_in_place else {}
-        gradients = sums = 0
-        for path, leaf in held_by.items():
-            gradients += 0 if path in in_place else leaf.bytes_per_device
-            sums += leaf.bytes_per_device * 4 // jnp.dtype(leaf.dtype).itemsize
+        shared = self.frame.layered.split(held_by)[0]  # Layers add theirs in place.
+        gradients = sum(leaf.bytes_per_device for leaf in shared.values())
+        sums = sum(
+            leaf.bytes_per_device * 4 // jnp.dtype(leaf.dtype).itemsize
+            for leaf in held_by.values()
+        )
         return held._replace(gradients=gradients, sums=sums)
 
     def _segments(self, key: Key, context: Any) -> Iterator[Segment]:
