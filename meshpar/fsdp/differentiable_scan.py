@@ -32,10 +32,10 @@ class Segment(NamedTuple):
 def differentiable(*segments: Segment) -> Callable[..., Any]:
     """The whole stack as a function that jax differentiates by `LayerScan.backward`.
 
-    Several segments write their gradients in place into those of the whole stack. With
-    sums, each layer's gradient is added in place to its row of them, and no stack of
-    gradients is held beside them. The function is then differentiated by the sums, and
-    not by the leaves: their "gradient" is the sums with this gradient added.
+    With sums, each layer's gradient is added in place to its row of them, and no stack
+    of gradients is held beside them. The function is then differentiated by the sums,
+    and not by the leaves: their "gradient" is the sums with this gradient added. The
+    gradients of several segments are added to zeros of the whole stack.
 
     Args:
       *segments: all layers of the stack, in the order in which they run.
@@ -64,10 +64,8 @@ def differentiable(*segments: Segment) -> Callable[..., Any]:
 
     def backward(residuals: Any, dx: Any) -> tuple[Params | None, None, Any, Any]:
         leaves, constants, saved, sums = residuals
-        dleaves, how = None, "into"
-        if sums is not None:
-            dleaves, how = sums, "sums"
-        elif len(segments) > 1:
+        dleaves = sums
+        if sums is None and len(segments) > 1:
             dleaves = {path: _zeros_like(x) for path, x in leaves.items()}
         pairs = zip(_with_rows(segments), saved, strict=True)
         for (layers, rows), own in reversed(list(pairs)):
@@ -81,7 +79,7 @@ def differentiable(*segments: Segment) -> Callable[..., Any]:
                     weights, own, dx = computed((weights, own, dx))
                 else:
                     weights, dx = computed((weights, dx))
-            dx, dleaves = layers.backward(*weights, own, dx, rows, **{how: dleaves})
+            dx, dleaves = layers.backward(*weights, own, dx, rows, dleaves)
         return (dleaves, None, dx, None) if sums is None else (None, None, dx, dleaves)
 
     run.defvjp(forward, backward)

@@ -17,7 +17,7 @@ from jax import lax
 
 from meshpar.arrays import Array, Params, to_device
 from meshpar.fsdp.product import with_products
-from meshpar.fsdp.rows import Rows, add_to_row, write_row
+from meshpar.fsdp.rows import Rows, add_to_row
 from meshpar.fsdp.saved import Residuals, Saved, VjpReader
 from meshpar.fsdp.sharding import automatic_axes
 from meshpar.fsdp.split_backward import SplitBackward
@@ -240,7 +240,6 @@ class LayerScan:
         rows: Rows,
         sums: Params | None = None,
         on: Array | None = None,
-        into: Params | None = None,
     ) -> tuple[Any, Params]:
         """The backward pass: (gradient of the input, gradient of the leaves).
 
@@ -251,10 +250,8 @@ class LayerScan:
           dx: gradient of the output.
           rows: as given to `forward`.
           sums: {path: [depth of the whole stack, ...]} to which the gradients of these
-            rows are added in place.
+            rows are added in place. Without them they are returned, [rows, ...].
           on: whether to add them; by default they are added.
-          into: {path: [depth of the whole stack, ...]} into which they are written in
-            place. Without it and `sums` they are returned, [rows, ...].
         """
 
         def run_layer(
@@ -269,13 +266,16 @@ class LayerScan:
             gradient = self.reduce(dweights)
             if stack is None:
                 return (dx, None), gradient
-            if sums is None:
-                return (dx, write_row(stack, gradient, row)), {}
             return (dx, add_to_row(stack, gradient, row, on)), {}
 
-        carry = dx, into if sums is None else sums
         (dx, stack), gradient = self._sweep(
-            run_layer, carry, leaves, constants, rows, residuals.layers, reverse=True
+            run_layer,
+            (dx, sums),
+            leaves,
+            constants,
+            rows,
+            residuals.layers,
+            reverse=True,
         )
         if stack is not None:
             return dx, stack

@@ -1,4 +1,4 @@
-"""Rows of a stack of layers, and gradients that are written into them."""
+"""Rows of a stack of layers, and gradients that are added to them."""
 
 from typing import NamedTuple
 
@@ -34,11 +34,3 @@ def add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Param
         before = lax.dynamic_index_in_dim(total, row, keepdims=False)
         result[path] = lax.dynamic_update_index_in_dim(total, before + addend, row, 0)
     return result
-
-
-def write_row(stack: Params, new: Params, row: Array) -> Params:
-    """Writes the gradient of one layer into its row of the whole stack's gradients."""
-    return {
-        path: lax.dynamic_update_index_in_dim(x, new[path], row, 0)
-        for path, x in stack.items()
-    }

@@ -122,9 +122,7 @@ class RowLayers:
         dx: Any,
         rows: Rows,
         sums: Params | None = None,
-        into: Params | None = None,
     ) -> tuple[Any, Params]:
-        stack, how = (into, "into") if sums is None else (sums, "sums")
 
         def inside(
             layers: LayerScan,
@@ -132,20 +130,20 @@ class RowLayers:
             constants: Params,
             residuals: Residuals,
             dx: Any,
-            stack: Params | None,
+            sums: Params | None,
         ) -> tuple[Any, Params]:
             dx = self._moved_in(dx) if self.exits else dx
-            given = None if stack is None else stack | self._unsummed(leaves)
+            own = None if sums is None else sums | self._zeros(leaves)
             args = leaves, constants, residuals, dx, _numbered(rows)
-            dx, grads = layers.backward(*args, **{how: given})
+            dx, grads = layers.backward(*args, own)
             dx = self._moved_out(dx) if self.enters else dx
-            return dx, grads | self._summed(grads, stack, rows, adds=how == "sums")
+            return dx, grads | self._summed(grads, sums, rows)
 
         grads = self._weight_specs(leaves)
         before, after = self._specs(dx, self.exits), self._specs(dx, self.enters)
-        given = self._residual_specs, before, None if stack is None else grads
+        given = self._residual_specs, before, None if sums is None else grads
         run = self._mapped(inside, leaves, constants, given, (after, grads))
-        return run(residuals, dx, stack)
+        return run(residuals, dx, sums)
 
     def _mapped(
         self,
@@ -228,25 +226,22 @@ class RowLayers:
         """Whether `tensor` does not split a tensor of the stack."""
         return TENSOR in self.zero.layer_shardings[path].rest
 
-    def _unsummed(self, leaves: Params) -> Params:
-        """Zeros for gradients of tensors that `tensor` does not split, before sums."""
+    def _zeros(self, leaves: Params) -> Params:
+        """Zeros for gradients of tensors that `tensor` does not split."""
         zeros = {p: jnp.zeros_like(x) for p, x in leaves.items() if self._is_whole(p)}
         return {path: self.frame.over_rows.vary(x) for path, x in zeros.items()}
 
-    def _summed(
-        self, grads: Params, stack: Params | None, rows: Rows, adds: bool
-    ) -> Params:
-        """Gradients that are sums over `tensor`, of tensors that it does not split.
+    def _summed(self, grads: Params, sums: Params | None, rows: Rows) -> Params:
+        """Gradients of tensors that `tensor` does not split, summed over it.
 
         Args:
-          grads: of the leaves of all tensors.
-          stack: of gradients, whose rows they become; None returns them alone.
+          grads: of all leaves; of the whole stack if there are sums.
+          sums: to whose rows they are added; None returns them alone.
           rows: the rows.
-          adds: whether they are added to these rows.
         """
         own = {path: x for path, x in grads.items() if self._is_whole(path)}
         start, count = rows.start, len(rows.numbers)
-        if stack is not None:
+        if sums is not None:
             own = {p: lax.slice_in_dim(x, start, start + count) for p, x in own.items()}
         dtypes = {path: x.dtype for path, x in own.items()}
         if self.zero.transports.widens:
@@ -256,13 +251,12 @@ class RowLayers:
         # Compilers for TPUs would move the sums out of the loop over microbatches.
         own = jax.tree.map(lax.optimization_barrier, own)
         own = {path: x.astype(dtypes[path]) for path, x in own.items()}
-        if stack is None:
+        if sums is None:
             return own
         for path, x in own.items():
-            if adds:
-                before = lax.slice_in_dim(stack[path], start, start + count)
-                x = before + x.astype(before.dtype)
-            own[path] = lax.dynamic_update_slice_in_dim(stack[path], x, start, 0)
+            before = lax.slice_in_dim(sums[path], start, start + count)
+            total = before + x.astype(before.dtype)
+            own[path] = lax.dynamic_update_slice_in_dim(sums[path], total, start, 0)
         return own
 
 

@@ -124,15 +124,17 @@ def test_zero_3_keeps_no_gathered_weight():
     assert growth < layer / 2
 
 
-def test_with_microbatches_no_loop_gives_a_stack_of_gradients():
+@pytest.mark.parametrize("layout", ["data=2", "tensor=2,layers=fsdp"])
+def test_with_microbatches_no_loop_gives_a_stack_of_gradients(layout):
     """It has the shapes of the weights; the sums are carried from round to round."""
 
     def stacks(layout):
         program = lower(layout, TINY)
-        shapes = {
-            program.model.params[p].shape
-            for p in ("blocks/mlp/up", "blocks/attention/q")
-        }
+        leaves = (
+            program.plan.parameters[path]
+            for path in ("blocks/mlp/up", "blocks/attention/q")
+        )
+        shapes = {x.sharding(program.mesh).shard_shape(x.shape) for x in leaves}
         loops = (
             eqn
             for eqn in equations(program.inspection.traced.jaxpr.jaxpr)
@@ -141,8 +143,8 @@ def test_with_microbatches_no_loop_gives_a_stack_of_gradients():
         given = (v for eqn in loops for v in eqn.outvars[compat.scan_counts(eqn)[1] :])
         return shapes.intersection(v.aval.shape for v in given)
 
-    assert len(stacks("data=2")) == 2
-    assert not stacks("data=2,microbatches=2")
+    assert len(stacks(layout)) == 2
+    assert not stacks(f"{layout},microbatches=2")
 
 
 @pytest.mark.slow
