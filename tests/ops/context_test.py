@@ -13,6 +13,7 @@ import meshpar
 from meshpar import layouts
 from meshpar.collectives.transport import Rings, Transports
 from meshpar.errors import LayoutError
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.context_modes import CONTEXT_MODES
 from meshpar.layouts.token_order import device_order
 from meshpar.ops import context
@@ -93,6 +94,19 @@ BESIDE = "data=2,context=2,tensor=2"
 def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
     run = mapped(context.attention, f"{layout},context_mode={mode}")
     assert_equal(with_gradients(run, qkv(kv_heads)), expected(kv_heads))
+
+
+@pytest.mark.parametrize(("head_dim", "rank"), [(H, 3), (128, 4)])
+def test_heads_that_tpus_would_pad_are_gathered_side_by_side(head_dim, rank):
+    arrays = [jnp.tile(x, head_dim // H) for x in qkv(2)]
+    run = mapped(context.attention, "context=2")
+    moved = {
+        eqn.invars[0].aval.ndim
+        for eqn in equations(jax.make_jaxpr(run)(*arrays).jaxpr)
+        if eqn.primitive.name == "all_gather"
+    }
+    assert moved == {rank}
+    assert error(run(*arrays), reference(*arrays)) < 1e-5
 
 
 @pytest.mark.parametrize(

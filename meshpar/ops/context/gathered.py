@@ -1,12 +1,12 @@
 """All-gather attention: each device gathers all keys and values of its sequences.
 
-The simplest form: one collective a layer, and one for its gradient. Where the steps of
-a ring hide behind compute, a few heads at a time: the keys of the next ones travel
-beside the attention of those before.
+The simplest form: a collective for keys and one for values a layer, and one each for
+their gradients. Where the steps of a ring hide behind compute, a few heads at a time:
+the keys of the next ones travel beside the attention of those before.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from meshpar.layouts.token_order import ZIGZAG, device_order, in_natural_order
 from meshpar.mesh.platform import TPU, traced_platform
 from meshpar.ops.attention_kernels import (
     SEGMENT_NAMES,
+    TILE,
     splash,
     splash_by_heads,
     splash_fits,
@@ -41,8 +42,8 @@ from meshpar.ops.context.exchange import (
 )
 from meshpar.ops.context.positions import positions
 
-_LENGTH, _HEADS = -3, -2
-"""Dims of queries [B, L, N, H], and of keys and values [2, B, L, K, H]."""
+_LENGTH, _HEADS = 1, 2
+"""Dims of queries [B, L, N, H], and of keys and values [B, L, K, H]."""
 
 _GROUPS = 4
 """Most groups of heads whose keys are gathered one after another."""
@@ -75,28 +76,34 @@ def gathered_attention(
     if segments_BL is not None:
         segments = segments_BL, _natural(whole_segments(segments_BL), 1)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        return _attend(q, _gather(jnp.stack([k, v]), transports), segments, window)
+    def attend(q: Array, *kv: Array) -> Array:
+        # Apart, as TPUs would put both into another order at once.
+        whole = (_gather(x, transports) for x in kv)
+        return _attend(q, *whole, segments, window)
 
     groups = (_groups(x, ways, num) for x in (q_BLNH, k_BLKH, v_BLKH))
     return _joined([attend(*one) for one in zip(*groups, strict=True)], ways)
 
 
 def _attend(
-    q: Array, kv: Array, segments: tuple[Array, Array] | None, window: int
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: tuple[Array, Array] | None,
+    window: int,
 ) -> Array:
     """Attention of this device's queries to whole sequences in their own order."""
-    order, whole = scope_in_use().layout.token_order, kv.shape[_LENGTH]
+    order, whole = scope_in_use().layout.token_order, k.shape[_LENGTH]
     if traced_platform() is not TPU or not splash_fits(q):
         own, all_keys = segments or (None, None)
         queries = Tokens(positions(q.shape[_LENGTH]), own)
         keys = Tokens(jnp.arange(whole), all_keys)
-        y = _by_blocks(q, *kv, queries, keys, window)
+        y = _by_blocks(q, k, v, queries, keys, window)
         return checkpoint_name(y, ATTENTION)
     places = device_order(order, whole, num_ranks())
     run = functools.partial(_splash, window=window, places=places)
     others = [(x, SEGMENT_NAMES) for x in segments or ()]
-    return splash(run, q, *kv, others=others)
+    return splash(run, q, k, v, others=others)
 
 
 def _splash(*arrays: Array, **options: Any) -> Array:
@@ -153,24 +160,40 @@ def _joined(groups: Sequence[Array], ways: int) -> Array:
     return jnp.stack(parts, axis=-3).reshape(*rest, -1, head_dim)
 
 
-def _gather(kv: Array, transports: Transports) -> Array:
-    """Keys and values of whole sequences in their own order: [2, B, L, K, H]."""
-    wide, dim, axes = widened(kv), kv.ndim + _LENGTH, (CONTEXT,)
+def _gather(x_BLKH: Array, transports: Transports) -> Array:
+    """Keys or values of whole sequences in their own order: [B, M, K, H]."""
+    axes = (CONTEXT,)
     there, back = transports.weights, transports.gradients
     order, num = scope_in_use().layout.token_order, num_ranks()
-    natural = functools.partial(in_natural_order, order=order, num=num, dim=dim)
+    natural = functools.partial(in_natural_order, order=order, num=num, dim=_LENGTH)
 
     def gather(x: Array) -> Array:
         if order == ZIGZAG and there.covers(axes):
             # Each half of a part comes to its place at once.
-            return there.all_gather(x, axes, dim, folded=True)
-        return natural(there.all_gather(x, axes, dim))
+            return there.all_gather(x, axes, _LENGTH, folded=True)
+        return natural(there.all_gather(x, axes, _LENGTH))
 
     def scatter(dy: Array) -> Array:
         if order == ZIGZAG and back.covers(axes):
-            return back.reduce_scatter(dy, axes, dim, folded=True)
+            return back.reduce_scatter(dy, axes, _LENGTH, folded=True)
         (dy,) = jax.linear_transpose(natural, dy)(dy)
-        return back.reduce_scatter(dy, axes, dim)
+        return back.reduce_scatter(dy, axes, _LENGTH)
 
-    why = "keys and values of whole sequences"
-    return exchanged(wide, gather, scatter, why).astype(kv.dtype)
+    moves, why = map(_dense, (gather, scatter)), "keys and values of whole sequences"
+    return exchanged(widened(x_BLKH), *moves, why).astype(x_BLKH.dtype)
+
+
+def _dense(move: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A move of [B, L, K, H] as one of [B, L, K*H], if H is no multiple of a tile.
+
+    TPUs would pad each head. Others stay as kernels read them.
+    """
+
+    def run(x: Array) -> Array:
+        *_, heads, head_dim = x.shape
+        if head_dim % TILE == 0:
+            return move(x)
+        y = move(x.reshape(*x.shape[:_HEADS], heads * head_dim))
+        return y.reshape(*y.shape[:_HEADS], heads, head_dim)
+
+    return run
