@@ -26,7 +26,9 @@ from meshpar.mesh.platform import CPU, GPU, TPU, traced_platform
 from meshpar.ops.attention_by_heads import attention_by_heads
 from meshpar.ops.kernels import Packed, on_shards
 
-TILE = 128
+LANES = 128
+"""Numbers in a row of a TPU's tile, to which narrower heads are padded."""
+
 MOST_FUSED = 8
 """Most blocks of keys for which one kernel computes all gradients.
 
@@ -128,7 +130,7 @@ def cudnn_fits(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> bool:
 
 def splash_fits(q_BLNH: Array) -> bool:
     """Whether the length is a multiple of the kernel's tile."""
-    return q_BLNH.shape[1] % TILE == 0
+    return q_BLNH.shape[1] % LANES == 0
 
 
 def splash(
@@ -170,13 +172,13 @@ def _by_heads(*qkv: Array) -> list[Array]:
     """Queries, scaled, and keys and values in the form that splash reads."""
     q_BLNH, head_dim = qkv[0], qkv[0].shape[-1]
     scaled = q_BLNH * jnp.asarray(head_dim**-0.5, q_BLNH.dtype), *qkv[1:]
-    padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % TILE)
+    padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % LANES)
     return [jnp.pad(x, padding).swapaxes(1, 2) for x in scaled]
 
 
 def _dense(head_dim: int) -> Packed | None:
     """The form of outputs of splash without padding; None if they have none."""
-    if head_dim % TILE == 0:
+    if head_dim % LANES == 0:
         return None
 
     def pack(y_BNLH: Array) -> Array:
@@ -185,7 +187,7 @@ def _dense(head_dim: int) -> Packed | None:
 
     def unpack(y_BLD: Array) -> Array:
         y_BLNH = y_BLD.reshape(*y_BLD.shape[:2], -1, head_dim)
-        padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % TILE)
+        padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % LANES)
         return jnp.pad(y_BLNH, padding).swapaxes(1, 2)
 
     return Packed(pack, unpack, ("batch", "length", "heads"))

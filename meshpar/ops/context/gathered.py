@@ -26,7 +26,7 @@ from meshpar.layouts.token_order import ZIGZAG, device_order, in_natural_order
 from meshpar.mesh.platform import TPU, traced_platform
 from meshpar.ops.attention_kernels import (
     SEGMENT_NAMES,
-    TILE,
+    LANES,
     splash,
     splash_by_heads,
     splash_fits,
@@ -77,7 +77,7 @@ def gathered_attention(
         segments = segments_BL, _natural(whole_segments(segments_BL), 1)
 
     def attend(q: Array, *kv: Array) -> Array:
-        # Apart, as TPUs would put both into another order at once.
+        # Apart: of both in one array TPUs make copies in other orders.
         whole = (_gather(x, transports) for x in kv)
         return _attend(q, *whole, segments, window)
 
@@ -184,14 +184,14 @@ def _gather(x_BLKH: Array, transports: Transports) -> Array:
 
 
 def _dense(move: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A move of [B, L, K, H] as one of [B, L, K*H], if H is no multiple of a tile.
+    """A move of [B, L, K, H] as one of [B, L, K*H] where TPUs would pad each head.
 
-    TPUs would pad each head. Others stay as kernels read them.
+    Wider heads stay as kernels read them.
     """
 
     def run(x: Array) -> Array:
         *_, heads, head_dim = x.shape
-        if head_dim % TILE == 0:
+        if head_dim % LANES == 0:
             return move(x)
         y = move(x.reshape(*x.shape[:_HEADS], heads * head_dim))
         return y.reshape(*y.shape[:_HEADS], heads, head_dim)
