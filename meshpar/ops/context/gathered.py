@@ -25,8 +25,8 @@ from meshpar.layouts.remat import ATTENTION
 from meshpar.layouts.token_order import ZIGZAG, device_order, in_natural_order
 from meshpar.mesh.platform import TPU, traced_platform
 from meshpar.ops.attention_kernels import (
-    SEGMENT_NAMES,
     LANES,
+    SEGMENT_NAMES,
     splash,
     splash_by_heads,
     splash_fits,
