@@ -110,12 +110,12 @@ class Facts:
             self._optimizers[depth] = optimizer_of(model, self._transformation)
         return self._optimizers[depth]
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of the whole batch."""
         return num_rows(self.batch)
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         """Size of the batch's second dim, such as the length of sequences; or 1."""
         shapes = [leaf.shape for leaf in row_leaves(self.batch)]
