@@ -34,8 +34,8 @@ def differentiable(*segments: Segment) -> Callable[..., Any]:
 
     With sums, each layer's gradient is added in place to its row of them, and no stack
     of gradients is held beside them. The function is then differentiated by the sums,
-    and not by the leaves: their "gradient" is the sums with this gradient added. The
-    gradients of several segments are added to zeros of the whole stack.
+    and not by the leaves: their "gradient" is the sums with this gradient added.
+    Without sums, several segments add their gradients to zeros of the whole stack.
 
     Args:
       *segments: all layers of the stack, in the order in which they run.

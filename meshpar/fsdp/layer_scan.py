@@ -268,14 +268,9 @@ class LayerScan:
                 return (dx, None), gradient
             return (dx, add_to_row(stack, gradient, row, on)), {}
 
+        carry, saved = (dx, sums), residuals.layers
         (dx, stack), gradient = self._sweep(
-            run_layer,
-            (dx, sums),
-            leaves,
-            constants,
-            rows,
-            residuals.layers,
-            reverse=True,
+            run_layer, carry, leaves, constants, rows, saved, reverse=True
         )
         if stack is not None:
             return dx, stack

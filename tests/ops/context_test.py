@@ -100,13 +100,14 @@ def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
 def test_heads_that_tpus_would_pad_are_gathered_side_by_side(head_dim, rank):
     arrays = [jnp.tile(x, head_dim // H) for x in qkv(2)]
     run = mapped(context.attention, "context=2")
+    both = jax.make_jaxpr(lambda *arrays: with_gradients(run, arrays))(*arrays)
     moved = {
-        eqn.invars[0].aval.ndim
-        for eqn in equations(jax.make_jaxpr(run)(*arrays).jaxpr)
-        if eqn.primitive.name == "all_gather"
+        (eqn.primitive.name, eqn.invars[0].aval.ndim)
+        for eqn in equations(both.jaxpr)
+        if eqn.primitive.name in ("all_gather", "reduce_scatter")
     }
-    assert moved == {rank}
-    assert error(run(*arrays), reference(*arrays)) < 1e-5
+    assert moved == {("all_gather", rank), ("reduce_scatter", rank)}
+    assert_equal(with_gradients(run, arrays), with_gradients(reference, arrays))
 
 
 @pytest.mark.parametrize(
