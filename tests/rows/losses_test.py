@@ -8,17 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import refused_row_losses as refused
 from support import row_losses
 from support.marks import first
-from support.row_losses import (
-    ACCEPTED,
-    CHOOSING,
-    COUNTING,
-    DRAWING,
-    OF_ALL_ROWS,
-    OWN_DRAWS,
-    Net,
-)
+from support.refused_row_losses import CHOOSING, COUNTING, OF_ALL_ROWS, OWN_DRAWS
+from support.row_losses import ACCEPTED, DRAWING, Net
 
 import meshpar
 from meshpar.errors import LayoutError
@@ -124,10 +118,10 @@ def line_of(fn):
 @pytest.mark.parametrize(
     "loss, words",
     [
-        (row_losses.first_half, "counts rows of the batch.*put it into the batch"),
-        (row_losses.unbiased, "the number of rows.*put it into the batch"),
-        (row_losses.own_noise, "a key of its own.*draw from the key that the loss"),
-        (row_losses.pairs, "counts rows of the batch.*weight for every row into"),
+        (refused.first_half, "counts rows of the batch.*put it into the batch"),
+        (refused.unbiased, "the number of rows.*put it into the batch"),
+        (refused.own_noise, "a key of its own.*draw from the key that the loss"),
+        (refused.pairs, "counts rows of the batch.*weight for every row into"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
