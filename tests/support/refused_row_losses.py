@@ -9,7 +9,7 @@ from support.row_losses import ROW_TABLE, WIDTH, errors, squared
 
 import meshpar
 
-# Refused: they count rows.
+# They count rows.
 
 
 def weighed(weights):
@@ -155,7 +155,7 @@ COUNTING = {
 """Losses that count rows, or compute with their number."""
 
 
-# Refused: a number made of all rows chooses.
+# A number made of all rows chooses.
 
 
 def chosen(choose):
@@ -196,7 +196,7 @@ CHOOSING = {
 """Losses in which a number made of all rows chooses."""
 
 
-# Refused: draws that parts would make by themselves.
+# Draws that parts would make by themselves.
 
 
 def own_noise(net, b):
@@ -228,7 +228,7 @@ OWN_DRAWS = {
 }
 
 
-# Refused: functions of all rows together.
+# Functions of all rows together.
 
 
 def info_nce(net, b):

@@ -62,7 +62,7 @@ def entropies(net, b):
     return optax.softmax_cross_entropy_with_integer_labels(net(b["x"]), b["label"])
 
 
-# Accepted: means of what each row gives.
+# Means of what each row gives.
 
 
 def squared(net, b):
@@ -255,7 +255,7 @@ ACCEPTED = (
 )
 """Losses whose parts give the loss of the batch."""
 
-# Accepted: draws from the key of the loss, by rows or for all of them.
+# Draws from the key of the loss, by rows or for all of them.
 
 
 def noise(net, b, key):
