@@ -69,7 +69,7 @@ BY_US = [
     Row("fsdp=8,zero=3", wire=(2.7, 3.0), slow=True),
     Row("fsdp=8,zero=1,microbatches=2", wire=(2.0, 2.0), slow=True),
     Row("fsdp=8,zero=2,microbatches=2", wire=(2.0, 2.0), slow=True),
-    Row("data=2,fsdp=4,zero=3,remat=full", wire=(2.5, 3.0)),
+    Row("data=2,fsdp=4,zero=3,remat=full", wire=(2.5, 3.0), slow=True),
     Row("tensor=4", slow=True),
     Row("data=2,fsdp=2,tensor=2", slow=True),
     Row("data=2,fsdp=2,tensor=2,microbatches=2", slow=True),
@@ -91,7 +91,7 @@ BY_US = [
         slow=True,
     ),
     Row("fsdp=2,tensor=2,remat=1*none+7*full,microbatches=2", "linen", slow=True),
-    Row("fsdp=2,zero=2,remat=4*attention+4*dots,scan_unroll=2"),
+    Row("fsdp=2,zero=2,remat=4*attention+4*dots,scan_unroll=2", slow=True),
     Row("fsdp=2,zero=2,remat=4*attention+4*dots,scan_unroll=4", slow=True),
     Row("fsdp=2,remat=full,scan_unroll=3,microbatches=2", slow=True),
     Row("data=2,tensor=2,remat=full,scan_unroll=8", "linen", slow=True),
@@ -137,7 +137,7 @@ PIPELINES = [
     Row("pipe=2,data=2,microbatches=4,partition=3/5,save=residuals", slow=True),
     Row("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1", slow=True),
     Row("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", slow=True),
-    Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe"),
+    Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe", slow=True),
     Row(
         "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,save=residuals,"
         "tick_loop=uniform"

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import meshpar
 from meshpar.arrays import Array
@@ -35,6 +34,8 @@ class Digits(NamedTuple):
 @functools.cache
 def load() -> tuple[Digits, Digits]:
     """(training, held-out) of 1,797 digits, 8 x 8 pixels; the seed is fixed."""
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     return _split(data.data / 16, data.target, HELD_OUT)
 

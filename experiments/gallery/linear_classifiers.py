@@ -1,20 +1,14 @@
 """Accuracy of linear classifiers of digits, from features of them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.axes
 import numpy as np
-from sklearn.linear_model import LogisticRegression, RidgeClassifier
-from sklearn.model_selection import GridSearchCV, GroupKFold
 
 from experiments.gallery.digits import Digits
 
-RIDGE, LOGISTIC = "ridge", "logistic regression"
-CLASSIFIERS = {
-    RIDGE: (RidgeClassifier(), {"alpha": [0.1, 1, 10, 100, 1000]}),
-    LOGISTIC: (LogisticRegression(max_iter=2000), {"C": [0.003, 0.03, 0.3, 3]}),
-}
-"""{name: (linear classifier, penalties to choose from)}."""
+CLASSIFIERS = RIDGE, LOGISTIC = "ridge", "logistic regression"
 
 _PARTS = 5
 """Of the cross-validation."""
@@ -36,9 +30,20 @@ def accuracy(
       groups: digits of one group are in the same part of the cross-validation, [rows].
       held_out: features and classes.
     """
-    search = GridSearchCV(*CLASSIFIERS[name], cv=GroupKFold(_PARTS))
+    from sklearn.model_selection import GridSearchCV, GroupKFold
+
+    search = GridSearchCV(*_classifier(name), cv=GroupKFold(_PARTS))
     search.fit(training.x, training.y, groups=groups)
     return float(search.score(held_out.x, held_out.y))
+
+
+def _classifier(name: str) -> tuple[Any, dict[str, Sequence[float]]]:
+    """(linear classifier, penalties to choose from)."""
+    from sklearn.linear_model import LogisticRegression, RidgeClassifier
+
+    if name == RIDGE:
+        return RidgeClassifier(), {"alpha": [0.1, 1, 10, 100, 1000]}
+    return LogisticRegression(max_iter=2000), {"C": [0.003, 0.03, 0.3, 3]}
 
 
 def bars(axes: matplotlib.axes.Axes, accuracies: Accuracies) -> None:

@@ -25,6 +25,7 @@ def draw(key, rows):
     )
 
 
+@pytest.mark.slow
 def test_shards_draw_rows_of_the_global_draw():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     spec = PartitionSpec("data")
@@ -42,6 +43,7 @@ def test_shards_draw_rows_of_the_global_draw():
         np.testing.assert_array_equal(shards, whole)
 
 
+@pytest.mark.slow
 def test_shards_of_rows_and_length_draw_blocks_of_the_global_draw():
     axes = ("data", "length", "tensor")
     mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)

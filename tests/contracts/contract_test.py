@@ -5,6 +5,7 @@ import functools
 
 import jax
 import pytest
+from support.marks import slow
 from support.tiny_models import lower, model
 
 from meshpar.contracts import Collective, Contract, DeclaredCollective
@@ -26,7 +27,7 @@ def changed(change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda term: (),
+        slow(lambda term: ()),
         lambda term: (dataclasses.replace(term, axes=("tensor",)),),
         lambda term: (
             dataclasses.replace(term, payload_bytes=term.payload_bytes // 2),

@@ -17,7 +17,6 @@ import replicas_apart
 import resume_elsewhere
 from flax import nnx
 from support import plain_optax
-from support.marks import slow
 from support.start_weights import start_of
 
 import meshpar
@@ -40,9 +39,8 @@ def plain_losses(make, loss, batch, steps):
     return plain_optax.losses(of_params, start, optax.adam(1e-2), batches)[0]
 
 
-@pytest.mark.parametrize(
-    "schedule", [x if x == "1F1B" else slow(x) for x in pipelines.SCHEDULES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", pipelines.SCHEDULES)
 def test_every_schedule_trains_as_a_plain_loop(schedule):
     batch = pipelines.rows()
     found, _ = pipelines.train(pipelines.SCHEDULES[schedule], batch, steps=4)

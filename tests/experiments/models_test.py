@@ -68,7 +68,7 @@ def test_flops_are_six_per_weight_and_the_attention_matrix():
     assert decoder.flops_per_token() == want
 
 
-@pytest.mark.parametrize("sizes", [{}, GPT2_KIND])
+@pytest.mark.parametrize("sizes", [slow({}), GPT2_KIND])
 def test_causal(framework, sizes):
     made = model(framework, **(sizes if framework == "nnx" else {}))
     params = jax.jit(made.init)(jax.random.key(0))
@@ -81,6 +81,7 @@ def test_causal(framework, sizes):
     assert (difference[9:] > 1e-6).all()
 
 
+@pytest.mark.slow
 def test_rope_sees_only_distances():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 8)).astype(np.float32)
@@ -96,6 +97,7 @@ def test_rope_sees_only_distances():
     np.testing.assert_allclose(q_BLNH[0], q, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_grouped_heads_share_keys_and_values():
     """Grouped-query attention is attention with repeated keys and values."""
     grouped, full = model(kv_heads=2), model(kv_heads=8)

@@ -149,7 +149,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up(text, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "trace", ["run.json", slow("metrics.jsonl"), slow("corrupt"), "run_id"]
+    "trace", ["run.json", slow("metrics.jsonl"), slow("corrupt"), slow("run_id")]
 )
 def test_a_folder_whose_checkpoints_are_gone_is_refused(trace, finished, text):
     """The record, or in runs without one anything else, shows the older run."""

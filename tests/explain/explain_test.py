@@ -7,6 +7,7 @@ import os
 import jax
 import pytest
 from support import commands
+from support.marks import slow
 from support.tiny_models import lower, model
 
 from meshpar.commands.reports import page, pictures
@@ -129,7 +130,7 @@ def test_auto_takes_the_program_that_takes_less_time_or_exposes_less():
     assert "jit needs 950.0 ms" in chosen.why_auto
 
 
-@pytest.mark.parametrize("remat, kept", [("none", 10), ("full", 1)])
+@pytest.mark.parametrize("remat, kept", [slow("none", 10), ("full", 1)])
 def test_predicted_activations_follow_rematerialization(remat, kept):
     program = lower(f"fsdp=2,remat={remat}", TINY)
     predicted = program.lowering.memory(program.abstract_batch)

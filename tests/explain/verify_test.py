@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
+from support.marks import slow
 from support.mistakes import on_devices
 from support.tiny_stack import batch, model
 
@@ -34,7 +35,7 @@ def test_equal_layouts_are_equal():
     assert tensors == set(TINY.params)
 
 
-@pytest.mark.parametrize("path", ["layers/kernel", "head"])
+@pytest.mark.parametrize("path", [slow("layers/kernel"), "head"])
 def test_a_wrong_gradient_is_named(path):
     """Off by a ten-thousandth in the gradient of one tensor, exact in the loss."""
 

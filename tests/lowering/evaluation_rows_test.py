@@ -82,7 +82,7 @@ def plain(model, loss, batch):
     "loss, layout, lowering",
     [
         slow(mean_loss, "data=2,fsdp=4", ""),
-        (weighted_loss, "pipe=2,data=2,microbatches=2", ""),
+        slow(weighted_loss, "pipe=2,data=2,microbatches=2", ""),
         slow(mean_loss, "pipe=2,fsdp=2,microbatches=4", ""),
         (weighted_loss, "data=4", "jit"),
         slow(mean_loss, "data=4", "shard_map"),

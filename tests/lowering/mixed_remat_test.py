@@ -94,6 +94,7 @@ def predicted(remat):
     return program.lowering.memory(jax.eval_shape(batch)).activations
 
 
+@pytest.mark.slow
 def test_predicted_activations_are_the_sum_over_the_layers():
     full, none, dots = map(predicted, ("full", "none", "dots"))
     assert full < dots < none

@@ -95,7 +95,7 @@ def test_a_mask_by_path_matters():
 @pytest.mark.parametrize(
     "name, transformation",
     [
-        ("plateau", PLATEAU),
+        slow("plateau", PLATEAU),
         slow("lamb", optax.lamb(1e-2, mask=no_bias)),
         ("muon", contrib.muon(1e-2)),
         slow("polyak", optax.polyak_sgd(max_learning_rate=0.1)),

@@ -84,7 +84,7 @@ def test_loops_over_blocks_of_the_loss_run_in_turn(layout):
     assert program.violations() == []
 
 
-@pytest.mark.parametrize("layout", ["fsdp=4", "fsdp=2,remat=full,microbatches=2"])
+@pytest.mark.parametrize("layout", ["fsdp=4", slow("fsdp=2,remat=full,microbatches=2")])
 def test_weights_gathered_one_layer_ahead_are_declared(layout):
     program = lower(f"{layout},prefetch=attention/[qkv]$,prefetch=mlp", TINY)
     assert len(program.lowering.zero.prefetched) > 4
@@ -124,7 +124,7 @@ def test_zero_3_keeps_no_gathered_weight():
     assert growth < layer / 2
 
 
-@pytest.mark.parametrize("layout", ["data=2", "tensor=2,layers=fsdp"])
+@pytest.mark.parametrize("layout", [slow("data=2"), "tensor=2,layers=fsdp"])
 def test_with_microbatches_no_loop_gives_a_stack_of_gradients(layout):
     """It has the shapes of the weights; the sums are carried from round to round."""
 

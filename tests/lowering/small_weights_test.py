@@ -52,7 +52,7 @@ def num_collectives(program):
 
 
 @pytest.mark.parametrize(
-    "layers, lowering", [slow(None, ""), (None, "shard_map"), ("layers", "")]
+    "layers, lowering", [slow(None, ""), (None, "shard_map"), slow("layers", "")]
 )
 @pytest.mark.parametrize(
     "layout", [slow("data=8"), slow("fsdp=8"), "data=2,fsdp=4,zero=1"]

@@ -161,7 +161,7 @@ def head_losses_and(values, default):
 
 @pytest.mark.parametrize(
     "head_loss, layout",
-    head_losses_and([(x,) for x in LAYOUTS], [(LAYOUTS[3],), (LAYOUTS[5],)]),
+    head_losses_and([(x,) for x in LAYOUTS], [(LAYOUTS[3],)]),
 )
 def test_a_weighted_loss_and_its_metrics_do_not_depend_on_the_layout(head_loss, layout):
     momentum, (want, want_grads) = optax.sgd(0.1, momentum=0.9), expected()

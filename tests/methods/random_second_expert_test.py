@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from support.marks import slow
 
 from meshpar.errors import MeshparError
 from meshpar.methods.random_second_expert import gating
@@ -34,7 +35,7 @@ def by_loop(logits, capacity, draws):
     return combine, balance
 
 
-@pytest.mark.parametrize("capacity", [3, 16, 2 * T])
+@pytest.mark.parametrize("capacity", [slow(3), 16, 2 * T])
 def test_gates_are_those_of_a_loop(capacity):
     logits = np.random.default_rng(0).normal(size=(T, E)).astype(np.float32)
     key = jax.random.key(1)

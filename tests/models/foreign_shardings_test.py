@@ -134,7 +134,8 @@ def test_out_shardings_are_constraints(layout):
     np.testing.assert_allclose(*both, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [slow("data=8"), "fsdp=4,tensor=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data=8", "fsdp=4,tensor=2"])
 def test_out_shardings_of_new_arrays_are_constraints(layout):
     rows, names = P(("data", "fsdp")), P("tensor")
 

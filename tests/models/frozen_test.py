@@ -35,12 +35,12 @@ def assert_trains_its_own(program, steps=3):
 @pytest.mark.parametrize(
     "layout, options",
     [
-        slow("data=4", {}),
+        ("data=4", {}),
         slow("fsdp=4,zero=2,microbatches=2", {}),
         slow("fsdp=4,zero=3", {}),
         slow("fsdp=4", {"lowering": "jit"}),
         slow("data=2,fsdp=2,tensor=2", {}),
-        ("pipe=2,fsdp=2,zero=3,microbatches=4", {}),
+        slow("pipe=2,fsdp=2,zero=3,microbatches=4", {}),
     ],
 )
 def test_adapters_train_as_in_a_plain_loop(layout, options):
@@ -78,7 +78,7 @@ def test_gradients_and_optimizer_state_are_those_of_the_trained_alone():
     assert "frozen    head/kernel" in str(program.plan)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [slow(1), slow(2), 3])
 def test_no_gradient_of_a_frozen_parameter_is_sent(zero):
     """Exactly: those that fsdp splits are scattered, the others all-reduced."""
     program = adapted.lower(f"fsdp=4,zero={zero}")

@@ -18,7 +18,7 @@ from support.cut_models import (
     linen_cut,
     nnx_cut,
 )
-from support.marks import slow
+from support.marks import first, slow
 
 import meshpar
 
@@ -110,7 +110,7 @@ def test_each_layer_draws_its_own_noise(make):
     "cut",
     [
         nnx_cut(1, 1, rate=0.5),
-        linen_cut(rate=0.5),
+        slow(linen_cut(rate=0.5)),
         slow(linen_cut(rate=0.5, remat=True)),
         slow(linen_cut("block", rate=0.5, scan=True)),
     ],
@@ -217,7 +217,9 @@ def test_arguments_with_a_gradient_are_activations_and_others_are_context(name):
     assert [a.dtype.name for a in context] == dtypes
 
 
-@pytest.mark.parametrize("name", ["nnx_pattern", slow("linen_pattern"), "linen_scan"])
+@pytest.mark.parametrize(
+    "name", first(1, ["linen_scan", "nnx_pattern", "linen_pattern"])
+)
 def test_the_whole_module_runs_with_stacked_parameters(name):
     cut = CUTS[name]
     whole, layered = cut.make(""), cut.make(cut.layers)

@@ -225,6 +225,7 @@ def test_layers_of_which_flax_traces_one_are_refused():
         meshpar.from_linen(Loop("jit"), nnx_loss, X[:1], layers="block_*")
 
 
+@pytest.mark.slow
 def test_threads_trace_models_at_the_same_time():
     """Nothing of Flax is changed while a model is traced."""
 

@@ -32,7 +32,9 @@ CONSTANTS = {"shift", "host_shift", "listed/0"}
 @pytest.mark.parametrize(
     "layout", [slow("data=8"), slow("fsdp=8"), "data=2,microbatches=4"]
 )
-@pytest.mark.parametrize("model", [COUNTING, SPECTRAL], ids=["counting", "spectral"])
+@pytest.mark.parametrize(
+    "model", [COUNTING, slow(SPECTRAL)], ids=["counting", "spectral"]
+)
 def test_state_of_every_kind_equals_one_device(model, layout):
     results = []
     if model is SPECTRAL and "fsdp" in layout:  # It takes no boxed parameters.

@@ -60,6 +60,7 @@ def test_state_has_no_gradient_no_optimizer_state_and_a_kind_of_its_own(framewor
         assert f"state     {path}" in str(program.plan)
 
 
+@pytest.mark.slow
 def test_state_continues_from_a_checkpoint_of_another_layout(tmp_path):
     layouts = ("data=8", f"fsdp=4,data=2,{NAMES}")
     first, second = (resnets.lower("linen", layout) for layout in layouts)
@@ -80,6 +81,7 @@ def test_state_continues_from_a_checkpoint_of_another_layout(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_verify_compares_state():
     programs = (resnets.lower("nnx", layout) for layout in ("data=2", "data=1"))
     report = verify(*programs, [resnets.batch(0), resnets.batch(1)])

@@ -34,7 +34,7 @@ HOP = KV / WAYS
         slow("context_mode=allgather", 2 * SENT, 0),
         ("context_mode=allgather,remat=full", 3 * SENT, 0),
         slow("context_mode=ulysses", 2 * EXCHANGED, 0),
-        ("context_mode=ulysses,remat=dots", 3 * EXCHANGED, 0),
+        slow("context_mode=ulysses,remat=dots", 3 * EXCHANGED, 0),
         slow("context_mode=ring", 2 * SENT + KV, 0),
         slow("context_mode=ring,context_order=striped", 2 * SENT + KV, 0),
         slow("context_mode=ring,remat=full", 3 * SENT + KV, HOP),
@@ -79,6 +79,7 @@ def test_neighbours_on_a_ring_swap_heads():
     assert hops == DEPTH * (1 + 1 + 2) * KV / WAYS
 
 
+@pytest.mark.slow
 def test_predicted_activations_fall_with_the_length():
     """But for the keys and values that allgather holds."""
     whole, split = (

@@ -200,9 +200,8 @@ def test_the_jit_lowering_takes_the_same_modes(mode):
     assert_equal(results, expected(4))
 
 
-@pytest.mark.parametrize(
-    "mode", [mode if mode == "ring" else slow(mode) for mode in CONTEXT_MODES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", CONTEXT_MODES)
 def test_no_position_sees_a_later_one(mode):
     """Gradients across the borders of shards, too: a part has four tokens here."""
     run = mapped(context.attention, f"context=8,context_mode={mode}")
@@ -232,6 +231,7 @@ def test_a_ring_needs_the_log_sum_exp_of_all_blocks(monkeypatch):
     assert all(error(g, w) > 1e-2 for g, w in zip(gradients, wanted, strict=True))
 
 
+@pytest.mark.slow
 def test_blocks_are_not_merged_by_a_stopped_log_sum_exp(monkeypatch):
     """Some kernels return one without a gradient; their outputs are right."""
     whole = ring._Ring(visits.Places(4, 1, "zigzag"), 0)

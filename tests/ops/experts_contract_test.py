@@ -30,9 +30,8 @@ def moved(layout, *kinds, **options):
     return declared
 
 
-@pytest.mark.parametrize(
-    ("remat", "times"), [slow("none", 4), ("full", 5), slow("experts", 4)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "times"), [("none", 4), ("full", 5), ("experts", 4)])
 def test_bytes_of_capacity_routing_follow_the_formula(remat, times):
     tokens = BATCH * LENGTH // 4
     slots = PER_TOKEN * tokens  # Capacity factor 1: as many as there are choices.
@@ -50,9 +49,8 @@ def test_bytes_of_dropless_routing_follow_its_bound():
     assert moved(f"expert={WAYS}", **options) == wire
 
 
-@pytest.mark.parametrize(
-    ("remat", "times"), [slow("none", 0), ("full", 1), slow("experts", 0)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "times"), [("none", 0), ("full", 1), ("experts", 0)])
 def test_dropless_routing_without_a_bound_moves_tokens_and_not_their_copies(
     remat, times
 ):

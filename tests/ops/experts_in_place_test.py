@@ -51,7 +51,8 @@ def plain(x, weights):
     return total
 
 
-@pytest.mark.parametrize("wide", [slow(D), 120])
+@pytest.mark.slow
+@pytest.mark.parametrize("wide", [D, 120])
 def test_matrices_of_a_layer_are_groups_of_the_whole_stack(wide):
     """Rows of F are narrow; columns of D are not, and those of 120 are as well."""
     masters = [normal(seed, DEPTH, E, wide, F) for seed in (1, 2)]

@@ -99,12 +99,10 @@ LAYOUTS = {
 """{model: layouts}; models that name their dims have `EVERYWHERE` and `NAMED`."""
 
 DEFAULT = {
-    ("gpt2", f"tensor=2,{GPT2_PATHS}", "sgd"),
     ("bonsai", "pipe=2,microbatches=4,axes.tp=tensor", "sgd"),
     ("explicit_jit", f"data=2,fsdp=2,tensor=2,{OWN_AXES}", "sgd"),
     ("peft", "fsdp=2,tensor=2,allow=lora", "adam"),
     ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
-    ("stacked_jit", "fsdp=8,zero=3", "adam"),
     ("resnet", f"fsdp=8,zero=3,{RESNET_PATHS}", "sgd"),
 }
 """Rows that run by default; `-m slow` runs all others."""

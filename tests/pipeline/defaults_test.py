@@ -19,10 +19,10 @@ DEEP = model(depth=4)
     "layout, saves",
     [
         ("pipe=2", False),
-        ("pipe=2,remat=full", True),
+        slow("pipe=2,remat=full", True),
         slow("pipe=2,remat=dots", False),
         ("pipe=2,save=residuals", True),
-        ("pipe=2,remat=full,save=inputs", False),
+        slow("pipe=2,remat=full,save=inputs", False),
     ],
 )
 def test_no_layer_runs_forward_three_times_unless_asked(layout, saves):
@@ -89,6 +89,7 @@ def test_a_model_that_reads_its_vocabulary_otherwise_keeps_it_whole(small_is_lar
     assert program.layout.vocab == "auto" and program.why_auto.count("vocab") == 0
 
 
+@pytest.mark.slow
 def test_zero_2_reduces_in_every_tick_and_holds_shards_of_the_sums():
     def of(zero):
         program = lower(f"pipe=2,fsdp=4,microbatches=2,zero={zero}", DEEP)

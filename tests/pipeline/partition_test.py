@@ -5,13 +5,16 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import first
 from support.tiny_models import BATCH, LENGTH, batch, model, plain_model
 
 from meshpar.errors import LayoutError
 from meshpar.pipeline import partition
 
 
-@pytest.mark.parametrize("stages, chunks, depth", [(2, 2, 8), (3, 1, 7), (2, 3, 11)])
+@pytest.mark.parametrize(
+    "stages, chunks, depth", first(2, [(2, 2, 8), (3, 1, 7), (2, 3, 11)])
+)
 def test_every_layer_is_stored_once_and_in_order(stages, chunks, depth):
     split = partition.make_partition(depth, stages, chunks)
     assert max(split.sizes) - min(split.sizes) <= 1

@@ -5,6 +5,7 @@ Each case changes a good file in one place. Nothing is compiled and nothing writ
 
 import pytest
 from support import bad_input, commands
+from support.marks import slow
 
 FILE = """
 import dataclasses, itertools, typing
@@ -353,7 +354,9 @@ def test_a_bad_run_file_is_an_error_of_a_line(
     assert written == [file]
 
 
-@pytest.mark.parametrize("arguments", ["model, batch", "model, batch, key, step=0"])
+@pytest.mark.parametrize(
+    "arguments", [slow("model, batch"), "model, batch, key, step=0"]
+)
 def test_the_good_file_is_good(arguments, tmp_path, monkeypatch, capsys):
     file = tmp_path / "my_run.py"
     file.write_text(FILE.replace("def loss(model, batch)", f"def loss({arguments})"))

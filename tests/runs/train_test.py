@@ -225,6 +225,7 @@ def test_an_instance_starts_from_its_own_weights(tmp_path):
     np.testing.assert_allclose(abs(after - before), 1e-2, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_signal_stops_a_run_which_the_same_call_goes_on_with(tmp_path, monkeypatch):
     tiny_runs.stop_after(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     stopped = train(tmp_path)

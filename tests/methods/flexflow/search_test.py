@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 from support import graph_models, tiny_models, tiny_stack
 from support.graph_models import ADAM, Convolutional
-from support.marks import first
 
 import meshpar
 from meshpar.errors import LayoutError, MeshparError
@@ -36,7 +35,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", first(1, MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_layout_that_was_found_trains_as_one_device_does(name):
     make_model, make_batch, wanted = MODELS[name]
     model, batch = make_model(), make_batch()
