@@ -75,7 +75,7 @@ BY_US = [
     Row("data=2,fsdp=2,tensor=2,microbatches=2", slow=True),
     Row("fsdp=4,tensor=2,microbatches=2", slow=True),
     Row("fsdp=2,remat=dots", slow=True),
-    Row("fsdp=2,remat=names:attention+mlp_hidden,offload=activations"),
+    Row("fsdp=2,remat=names:attention+mlp_hidden,offload=activations", slow=True),
     Row(
         "fsdp=2,remat=full,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp",
         slow=True,

@@ -43,7 +43,8 @@ def test_checkpoints_are_imported_where_they_are_used():
 def test_a_notebook_shows_a_model_a_program_and_plans_in_some_lines():
     model, batch = tiny_models.model(), tiny_models.batch()
     program = tiny_models.lower("data=2,fsdp=2", model)
-    plans = meshpar.plan(model, optax.sgd(0.1), batch, jax.devices()[:4], top=2)
+    options = dict(forbid="context", top=2)
+    plans = meshpar.plan(model, optax.sgd(0.1), batch, jax.devices()[:4], **options)
     assert repr(model).startswith("Model(2 layers, ")
     assert repr(program) == "TrainProgram(data=2,fsdp=2,zero=3, lowering=shard_map)"
     title, *lines = repr(plans).splitlines()

@@ -73,12 +73,9 @@ def mixture_error() -> float:
     )
     up = draws.normal(size=(num, width, hidden))
     down = draws.normal(size=(num, hidden, width))
-    found = experts.mixture(
-        jnp.float32(x),
-        jnp.float32(router),
-        experts.Experts(jnp.float32(up), jnp.float32(down)),
-        config,
-    )
+    weights = experts.Experts(jnp.float32(up), jnp.float32(down))
+    mixture = jax.jit(experts.mixture, static_argnums=3)
+    found = mixture(jnp.float32(x), jnp.float32(router), weights, config)
     wanted, slots = np.zeros_like(x), math.ceil(length * top / num)
     for b in range(sequences):
         used = np.zeros(num, int)
@@ -118,7 +115,7 @@ def gating_error(capacity: int) -> tuple[float, float]:
     num, tokens = 4, 256
     logits = np.random.default_rng(0).normal(size=(tokens, num)).astype(np.float32)
     key = jax.random.key(0)
-    found = gating(logits, capacity, key)
+    found = jax.jit(gating, static_argnums=1)(logits, capacity, key)
     draws = np.asarray(jax.random.uniform(key, (tokens,)))
     shares = np.exp(np.float64(logits))
     shares /= shares.sum(axis=1, keepdims=True)

@@ -85,16 +85,15 @@ class PlainLoop:
         )
 
     def run(
-        self, batches: Iterable[Any], seed: int = 0, moved: bool = False
+        self, variables: Variables, batches: Iterable[Any], moved: bool = False
     ) -> Iterator[LoopStep]:
         """Trains, and yields the numbers of every step.
 
         Args:
+          variables: to start with, as `init` makes them.
           batches: host batches, one per step.
-          seed: of the weights.
           moved: whether the weights start moved by the rounding of float32.
         """
-        variables = self.init(seed)
         if moved:
             variables = jax.tree.map(moved_by_rounding, variables)
         state = self.optimizer.init(self.nested(self.trained(variables)))

@@ -302,9 +302,10 @@ def judged(
       seed: seed of the run.
     """
     loop, rows = PlainLoop.of(program), program.model_rows
-    start = {path: np.asarray(x) for path, x in loop.init(seed).items()}
+    fresh = loop.init(seed)
+    start = {path: np.asarray(x) for path, x in fresh.items()}
     yield weight_groups(start, start)
-    steps = loop.run(batches, seed), loop.run(batches, seed, moved=True)
+    steps = loop.run(fresh, batches), loop.run(fresh, batches, moved=True)
     for pair in zip(*steps, strict=True):
         states = (jax.device_get(loop.stored(x.optimizer_state, rows)) for x in pair)
         whole = map(lambda x, s: x._replace(optimizer_state=s), pair, states)

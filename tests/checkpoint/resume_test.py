@@ -79,8 +79,8 @@ def open_checkpoints(folder, program):
     return contextlib.closing(Checkpoints(folder, program.portable_state))
 
 
-CIRCLE = [LAYOUTS[i] for i in (0, 1, 5, 6, 7)]
-"""Layouts of every form of stored state: whole, split, split twice, by stages."""
+CIRCLE = [LAYOUTS[i] for i in (1, 5, 6)]
+"""Layouts of every form of stored state: split, split twice, by stages."""
 
 
 AROUND = list(itertools.pairwise([*CIRCLE, CIRCLE[0]]))

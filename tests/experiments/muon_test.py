@@ -83,7 +83,7 @@ def test_an_update_has_the_size_of_adamws_and_the_matrices_of_the_model(recipe):
     draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
     params, grads = (jax.tree.map(draw, own, is_leaf=is_shape) for _ in range(2))
-    changes, _ = ours.update(grads, ours.init(params), params)
+    changes, _ = jax.jit(ours.update)(grads, ours.init(params), params)
     rate = config.optimizer.learning_rate / (config.optimizer.warmup_steps + 1)
     dims = {
         "q": MuonDimensionNumbers(1, (2, 3)),
@@ -98,7 +98,8 @@ def test_an_update_has_the_size_of_adamws_and_the_matrices_of_the_model(recipe):
         scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=by_name)
     )
     # Of the first step: Nesterov's mean is a multiple, which makes no difference.
-    turned, _ = plain.update({"blocks": grads["blocks"]}, plain.init(weights))
+    gradients = {"blocks": grads["blocks"]}
+    turned, _ = jax.jit(plain.update)(gradients, plain.init(weights))
     for keys, expected in jax.tree_util.tree_flatten_with_path(turned)[0]:
         name = keys[-1].key
         x, got = weights, changes

@@ -114,6 +114,7 @@ def test_explain_plan_and_scaling_read_it(on_own, tmp_path):
     assert json.loads(done.out)["times"].keys() == {"4", "8"}
 
 
+@pytest.mark.slow
 def test_checkpoints_say_whether_a_layout_can_resume(monkeypatch, capsys, tmp_path):
     config = with_settings(recipe_file.config_of(RECIPE), ["steps=2", "width=24"])
     layout = meshpar.layouts.parse("fsdp=2")

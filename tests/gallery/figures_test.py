@@ -26,7 +26,6 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 FAST = (
     "scaling",
-    "zero_memory",
     "pipeline_bubbles",
     "gossip",
     "poseidon",

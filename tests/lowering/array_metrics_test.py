@@ -56,8 +56,8 @@ def plain(model, params, batch):
         slow("data=1", ""),
         slow("data=2,fsdp=2", ""),
         slow("fsdp=2,microbatches=2", "jit"),
-        ("pipe=2,data=2,microbatches=2", ""),
-        slow("data=4", "shard_map"),
+        slow("pipe=2,data=2,microbatches=2", ""),
+        ("data=4", "shard_map"),
     ],
 )
 def test_arrays_are_those_of_the_whole_batch(layout, lowering):

@@ -41,6 +41,7 @@ def dots(layout):
     return program.lowered.as_text().count("stablehlo.dot_general")
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_over_float32_master_weights():
     program = lower("fsdp=2,tensor=2", cached_model("nnx"), compute_dtype=jnp.bfloat16)
     state = start(program)

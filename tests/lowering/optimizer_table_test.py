@@ -63,7 +63,8 @@ def outcomes(name):
                 pair.append("refused")
                 continue
             if layer not in judges:
-                judges[layer] = list(PlainLoop.of(program).run(BATCHES))
+                loop = PlainLoop.of(program)
+                judges[layer] = list(loop.run(loop.init(0), BATCHES))
             equal = is_equal(program, judges[layer])
             pair.append("equal" if equal else "WRONG")
         yield tuple(pair)

@@ -69,7 +69,7 @@ def flat(kind, params):
         slow("nnx", "pipe=2,data=2,microbatches=4", ""),
         slow("linen", "fsdp=2,context=2", ""),
         ("nnx", "data=2,microbatches=2", "jit"),
-        ("linen", "pipe=2,fsdp=2,microbatches=4,save=residuals", ""),
+        slow("linen", "pipe=2,fsdp=2,microbatches=4,save=residuals", ""),
         slow("nnx", "pipe=2,context=2,microbatches=2", ""),
         slow("linen", "data=2,fsdp=2", "shard_map"),
         slow("nnx", f"data=2,tensor=2,layers=fsdp,{TENSOR}", ""),

@@ -85,8 +85,8 @@ def one_device():
 
 
 LAYOUTS = [
-    "pipe=2,microbatches=4",
-    slow("data=2,fsdp=2,microbatches=2"),
+    "data=2,fsdp=2,microbatches=2",
+    slow("pipe=2,microbatches=4"),
     slow("fsdp=2,remat=full"),
     slow("fsdp=2,tensor=2"),
 ]

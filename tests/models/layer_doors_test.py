@@ -186,7 +186,7 @@ def model_of(name):
     return meshpar.from_nnx(make, nnx_loss, layers=layers)
 
 
-DOORS = ("index", "dict", "attributes", "masks", "remat", "scan_with_axes")
+DOORS = ("index", "dict", "attributes", "scan_with_axes")
 """Ways of keeping layers; -m slow has those that differ in their calls alone."""
 
 

@@ -112,7 +112,6 @@ LAYOUTS = {
     "uneven": "pipe=3,microbatches=4",
 }
 DEFAULT = {
-    ("deep_supervision", "interleaved"),
     ("penalties_of_layers", "fsdp"),
     ("weights_of_one", "1f1b"),
 }

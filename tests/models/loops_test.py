@@ -110,9 +110,7 @@ LAYOUTS = {
     "layers": ("fsdp=4,remat=full", True),
     "pipe": ("pipe=2,data=2,microbatches=4", True),
 }
-DEFAULT = {
-    *(("while", "parts"), ("slash in a name", "layers")),
-}
+DEFAULT = {("while", "parts")}
 ROWS = [
     (inner, layout) if (inner, layout) in DEFAULT else slow(inner, layout)
     for inner in (*INNER, "nnx gru")

@@ -46,7 +46,7 @@ CHOSEN = [
         "fsdp=4,zero=1",
     ),
 ]
-NUM_BY_DEFAULT = 4
+NUM_BY_DEFAULT = 3
 """Models and layouts by which most kinds are met."""
 
 

@@ -116,7 +116,7 @@ def as_on_tpus(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        "tensor=2,microbatches=2",
+        slow("tensor=2,microbatches=2"),
         slow("pipe=2,tensor=2,microbatches=2,remat=full"),
         slow("pipe=2,expert=2,microbatches=2,schedule=zb_h1"),
         slow("expert=2,tensor=2"),

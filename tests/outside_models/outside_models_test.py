@@ -102,8 +102,6 @@ DEFAULT = {
     ("bonsai", "pipe=2,microbatches=4,axes.tp=tensor", "sgd"),
     ("explicit_jit", f"data=2,fsdp=2,tensor=2,{OWN_AXES}", "sgd"),
     ("peft", "fsdp=2,tensor=2,allow=lora", "adam"),
-    ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
-    ("resnet", f"fsdp=8,zero=3,{RESNET_PATHS}", "sgd"),
 }
 """Rows that run by default; `-m slow` runs all others."""
 
@@ -192,6 +190,7 @@ def test_the_loops_learn():
         assert sum(np.linalg.norm(x - first[path]) for path, x in last.items()) > 0.1
 
 
+@pytest.mark.slow
 def test_a_diffusion_model_is_averaged_as_in_a_plain_loop():
     public_model, decay = public("diffusion"), 0.8
     params, state = public_model.start()

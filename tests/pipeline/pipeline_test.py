@@ -55,8 +55,9 @@ def assert_equals_one_device(layout, of="deep"):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [slow("pipe=2,tensor=2,microbatches=2"), "pipe=3,microbatches=2"]
+    "layout", ["pipe=2,tensor=2,microbatches=2", "pipe=3,microbatches=2"]
 )
 def test_evaluation_runs_through_the_stages(layout):
     program = lower(layout, DEEP)

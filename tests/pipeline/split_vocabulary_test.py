@@ -28,7 +28,7 @@ def moved(program, kind):
     "layout, block",
     [
         slow("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", 8),
-        ("pipe=2,fsdp=2,tensor=2,microbatches=4,vocab=pipe", 0),
+        slow("pipe=2,fsdp=2,tensor=2,microbatches=4,vocab=pipe", 0),
         slow("pipe=2,fsdp=2,tensor=2,microbatches=4", 0),
         slow("pipe=2,tensor=2,microbatches=4,vocab=pipe", 4),
         slow("pipe=2,tensor=4,microbatches=2,vocab=pipe,tick_loop=uniform", 0),

@@ -115,7 +115,7 @@ def lower(of, layout):
     "parts",
     [
         slow({"embed": one_normed}),
-        {"head_loss": with_penalty},
+        slow({"head_loss": with_penalty}),
         slow({"head_loss": again}),
         slow({"embed": two_tables}),
         slow({"head_loss": in_a_loop}),

@@ -32,7 +32,7 @@ def facts(**kinds):
         ("context=8", {}),
         slow("context=8,remat=full", {}),
         slow("context=8,context_mode=ulysses", {}),
-        ("context=8,context_mode=ulysses,remat=full", {}),
+        slow("context=8,context_mode=ulysses,remat=full", {}),
         slow("expert=2,context=4,remat=full", DROPLESS),
         ("expert=4,context=2", DROPLESS),
         slow("expert=4,context=2,remat=dots", DROPLESS),

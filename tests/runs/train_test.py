@@ -216,6 +216,7 @@ def test_names_of_a_models_own_mesh_axes(tmp_path):
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_instance_starts_from_its_own_weights(tmp_path):
     module = Net(nnx.Rngs(7))
     before = np.asarray(module.head.kernel[...])
