@@ -26,7 +26,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax
 import pytest
 from jax._src import compiler
-from support import compiled_once, drawn_weights
+from jax._src.interpreters import mlir
+from support import compiled_once, drawn_weights, shared_context
 
 import meshpar
 from meshpar import TrainProgram
@@ -38,6 +39,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 assert jax.device_count() == 8, jax.devices()
 TrainProgram.init = drawn_weights.init
 compiler.backend_compile_and_load = compiled_once.compiled
+mlir.make_ir_context = shared_context.context
 sys.dont_write_bytecode = False  # pytest keeps what it made of the tests' files.
 
 # Traces make many objects that live long: with the defaults, a tenth of the time goes
