@@ -69,7 +69,7 @@ BY_US = [
     Row("fsdp=8,zero=3", wire=(2.7, 3.0), slow=True),
     Row("fsdp=8,zero=1,microbatches=2", wire=(2.0, 2.0), slow=True),
     Row("fsdp=8,zero=2,microbatches=2", wire=(2.0, 2.0), slow=True),
-    Row("data=2,fsdp=4,zero=3,remat=full", wire=(2.5, 3.0), slow=True),
+    Row("data=2,fsdp=4,zero=3,remat=full", wire=(2.5, 3.0)),
     Row("tensor=4", slow=True),
     Row("data=2,fsdp=2,tensor=2", slow=True),
     Row("data=2,fsdp=2,tensor=2,microbatches=2", slow=True),
@@ -99,7 +99,8 @@ BY_US = [
     Row("data=2,tensor=2,layers=fsdp,remat=full", "tied", slow=True, moves=True),
     Row(
         "data=2,fsdp=2,tensor=2,microbatches=2,"
-        "layers=3*fsdp+4*tensor+1*fsdp,remat=5*full+3*none"
+        "layers=3*fsdp+4*tensor+1*fsdp,remat=5*full+3*none",
+        slow=True,
     ),
     Row(
         "fsdp=2,tensor=2,layers=2*tensor+6*fsdp,prefetch=up",

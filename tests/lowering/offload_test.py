@@ -159,6 +159,7 @@ def test_layers_that_the_compiler_runs_are_refused():
         lower("fsdp=2,offload=activations", lowering="jit")
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_accumulates_is_offloaded():
     every = optax.MultiSteps(optax.sgd(1e-2), 2)
     program = lower("data=1,offload=optimizer", optimizer=every)

@@ -111,7 +111,8 @@ def test_a_parameter_on_an_axis_of_another_name_is_named():
     assert program.plan.specs["embedder/embedding"] == P("tensor", "fsdp")
 
 
-@pytest.mark.parametrize("layout", [slow("data=8"), "fsdp=4,tensor=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data=8", "fsdp=4,tensor=2"])
 def test_out_shardings_are_constraints(layout):
     def change(logits):
         logits = jnp.einsum("bld->bdl", logits)  # Of one array: without out_sharding.

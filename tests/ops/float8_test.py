@@ -139,10 +139,10 @@ def of_one_device():
 @pytest.mark.parametrize(
     "layout",
     [
-        "data=2,fsdp=2,context=2",
+        slow("data=2,fsdp=2,context=2"),
         slow("data=8"),
         slow("fsdp=8"),
-        slow("fsdp=2,tensor=2"),
+        "fsdp=2,tensor=2",
     ],
 )
 def test_layouts_round_alike(layout, of_one_device):

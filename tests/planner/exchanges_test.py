@@ -34,7 +34,7 @@ def facts(**kinds):
         slow("context=8,context_mode=ulysses", {}),
         slow("context=8,context_mode=ulysses,remat=full", {}),
         slow("expert=2,context=4,remat=full", DROPLESS),
-        ("expert=4,context=2", DROPLESS),
+        slow("expert=4,context=2", DROPLESS),
         slow("expert=4,context=2,remat=dots", DROPLESS),
         slow("expert=2,context=4", CAPACITY),
         slow("expert=2,context=4,context_mode=ulysses,remat=full", CAPACITY),
