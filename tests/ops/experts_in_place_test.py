@@ -111,14 +111,15 @@ def as_on_tpus(monkeypatch):
     monkeypatch.setattr(owner, "traced_platform", lambda: platform.TPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
-        slow("tensor=2,microbatches=2"),
-        slow("pipe=2,tensor=2,microbatches=2,remat=full"),
-        slow("pipe=2,expert=2,microbatches=2,schedule=zb_h1"),
-        slow("expert=2,tensor=2"),
-        slow("fsdp=2,expert=2,remat=full,zero=1"),
+        "tensor=2,microbatches=2",
+        "pipe=2,tensor=2,microbatches=2,remat=full",
+        "pipe=2,expert=2,microbatches=2,schedule=zb_h1",
+        "expert=2,tensor=2",
+        "fsdp=2,expert=2,remat=full,zero=1",
     ],
 )
 def test_layouts_train_as_a_plain_loop_or_one_device_does(text, request):

@@ -24,17 +24,18 @@ def moved(program, kind):
     return found, sum(exact), sum(t.payload_bytes for t in terms if t.bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, block",
     [
-        slow("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", 8),
-        slow("pipe=2,fsdp=2,tensor=2,microbatches=4,vocab=pipe", 0),
-        slow("pipe=2,fsdp=2,tensor=2,microbatches=4", 0),
-        slow("pipe=2,tensor=2,microbatches=4,vocab=pipe", 4),
-        slow("pipe=2,tensor=4,microbatches=2,vocab=pipe,tick_loop=uniform", 0),
-        slow("pipe=2,context=2,tensor=2,microbatches=2,vocab=pipe", 0),
-        slow("pipe=2,tensor=2,microbatches=4,schedule=pipedream", 0),
-        slow("pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,save=residuals", 0),
+        ("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", 8),
+        ("pipe=2,fsdp=2,tensor=2,microbatches=4,vocab=pipe", 0),
+        ("pipe=2,fsdp=2,tensor=2,microbatches=4", 0),
+        ("pipe=2,tensor=2,microbatches=4,vocab=pipe", 4),
+        ("pipe=2,tensor=4,microbatches=2,vocab=pipe,tick_loop=uniform", 0),
+        ("pipe=2,context=2,tensor=2,microbatches=2,vocab=pipe", 0),
+        ("pipe=2,tensor=2,microbatches=4,schedule=pipedream", 0),
+        ("pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,save=residuals", 0),
     ],
 )
 def test_the_bytes_are_exact(layout, block):

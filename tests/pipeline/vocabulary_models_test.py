@@ -111,15 +111,16 @@ def lower(of, layout):
     return meshpar.lower(of, momentum, layout, batch(), devices=devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [
-        slow({"embed": one_normed}),
-        slow({"head_loss": with_penalty}),
-        slow({"head_loss": again}),
-        slow({"embed": two_tables}),
-        slow({"head_loss": in_a_loop}),
-        slow({"head_loss": with_targets}),
+        {"embed": one_normed},
+        {"head_loss": with_penalty},
+        {"head_loss": again},
+        {"embed": two_tables},
+        {"head_loss": in_a_loop},
+        {"head_loss": with_targets},
     ],
     ids=lambda parts: next(iter(parts.values())).__name__,
 )
