@@ -49,6 +49,7 @@ DRAWS = flags.DEFINE_integer("draws", 1, "Seed of the draws.")
 FIRST = flags.DEFINE_integer("first", 0, "Number of the first draw.")
 COUNT = flags.DEFINE_integer("count", 40, "Number of draws; 0 prints what is stored.")
 PREDICT = flags.DEFINE_bool("predict", False, "Predict what is stored anew.")
+flags.declare_key_flag(MARKDOWN.name)
 command_line.limit(FIRST, Number(0, 10_000, "draws before it"))
 command_line.limit(COUNT, Number(0, 1000, "programs", "0 to print what is stored"))
 

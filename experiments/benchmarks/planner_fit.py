@@ -14,14 +14,18 @@ Takes ten minutes.
 from collections.abc import Sequence
 
 import numpy as np
+from absl import flags
 
 import meshpar
 from experiments.benchmarks import compiled_programs, drawn_programs, fitting
 from experiments.benchmarks.compiled_programs import Compiled
+from experiments.benchmarks.drawn_programs import DRAWS
 from experiments.benchmarks.predictor import Predictor
 from meshpar.commands import command_line
 from meshpar.planner import seconds
 from meshpar.planner.seconds import Factors
+
+flags.declare_key_flag(DRAWS.name)
 
 _KEPT = ("state_moves",)
 """Factors that are not fitted. Programs with experts would raise this one, and dense
@@ -78,7 +82,7 @@ def main(_: Sequence[str]) -> int:
     command_line.use_cpu()
     meshpar.simulate(1)
     predictor = Predictor()
-    found = programs(drawn_programs.DRAWS.value, predictor)
+    found = programs(DRAWS.value, predictor)
     start = seconds.FACTORS
     new = fitted(start, predictor, found)
     stated = np.array([compiled.seconds for compiled in found])

@@ -28,6 +28,7 @@ from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
 from meshpar.commands import command_line
 from meshpar.planner.uncertainty import kind_of
 
+flags.declare_key_flag(MARKDOWN.name)
 ONLY = flags.DEFINE_string("only", "", "Programs whose line matches this regex.")
 COMPILE = flags.DEFINE_bool("compile", False, "Compile them anew, and store that.")
 

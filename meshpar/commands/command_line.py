@@ -253,11 +253,12 @@ def use_cpu() -> None:
 
 
 def _take(taken: Sequence[flags.FlagHolder], module: str) -> set[str]:
-    """Takes shared flags, and deletes the others; returns the names of the others.
+    """Takes flags of other modules, and deletes the rest; returns the names of those.
 
     Args:
       taken: the shared flags to take.
-      module: the command's own, whose flags --help lists, too.
+      module: the command's own, whose flags --help lists, too. Flags of another module
+        that it declares as its key flags are taken as well.
     """
     for flag in flags.FLAGS.get_flags_for_module(module):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
@@ -265,8 +266,15 @@ def _take(taken: Sequence[flags.FlagHolder], module: str) -> set[str]:
     if known:
         flags.FLAGS[RECIPE.name].help = f"FILE.py:FUNCTION, or one of {known}."
         flags.set_default(RECIPE, catalog().default)
-    kept, others = {flag.name for flag in taken}, set()
-    for flag in list(flags.FLAGS.get_flags_for_module(__name__)):
+    declared = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    kept, others = {flag.name for flag in (*taken, *declared)}, set()
+    ours = [
+        flag
+        for name, defined in flags.FLAGS.flags_by_module_dict().items()
+        if name.startswith(("meshpar.", "experiments.")) and name != module
+        for flag in defined
+    ]
+    for flag in ours:
         if flag.name in kept:
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
         else:

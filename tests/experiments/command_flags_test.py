@@ -116,6 +116,33 @@ def test_flags_that_are_not_read_are_found(tmp_path, monkeypatch):
     assert unread("sample") == ["NUMBER", *sorted({"data", "seed"} | OF_DEVICES)]
 
 
+IMPORTS = """
+from absl import flags
+from meshpar.commands import command_line
+
+another = dict(module_name="experiments.another")
+TAKEN = flags.DEFINE_string("taken", "", "Help.", **another)
+flags.DEFINE_string("left", "", "Help.", **another)
+flags.declare_key_flag("taken")
+
+def main(_):
+    print("took", TAKEN.value)
+    return 0
+
+command_line.run(main)
+"""
+
+
+def test_of_other_commands_only_declared_flags_are_taken(tmp_path, monkeypatch, capsys):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "sample.py").write_text(IMPORTS)
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    done = commands.run("sample", ["--taken=it"], monkeypatch, capsys)
+    assert done.code == 0 and "took it" in done.out
+    done = commands.run("sample", ["--left=it"], monkeypatch, capsys)
+    assert done.code == 2 and "--left is not read by this command" in done.err
+
+
 def test_help_lists_the_flags_of_the_command():
     words = [sys.executable, "-m", "experiments.plan", "--help"]
     done = subprocess.run(words, cwd=commands.ROOT, capture_output=True, text=True)
