@@ -61,6 +61,10 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_traceback_in_locations_limit", callers)
 
 
+def pytest_sessionfinish():
+    gc.freeze()  # pytest looks twice for circles among all that tests left behind.
+
+
 @pytest.fixture(params=["nnx", "linen"])
 def framework(request):
     return request.param

@@ -119,6 +119,7 @@ def test_the_loss_is_on_the_bytes_of_the_assistant_alone():
     np.testing.assert_array_equal(rows["next"][:, :-1], rows["tokens"][:, 1:])
 
 
+@pytest.mark.slow
 def test_data_and_weights_come_from_files(tmp_path):
     chats, base = tmp_path / "chats.jsonl", tmp_path / "base.npz"
     lines = [json.dumps(chat) for chat in itertools.islice(supervised.sums(), 64)]

@@ -176,6 +176,7 @@ def test_other_kinds_train_alike(kind, layout):
     assert program.violations() == []
 
 
+@pytest.mark.slow
 def test_sampling_equals_a_plain_loop_beyond_the_window():
     program = lower("data=1")
     params = program.init(0).params

@@ -54,6 +54,7 @@ def test_a_claim_that_fails_is_named_and_ends_with_code_1(papers, tmp_path):
     assert not json.loads((tmp_path / "bad.json").read_text())["accepted"]
 
 
+@pytest.mark.slow
 def test_quick_papers_are_computed_side_by_side(tmp_path):
     names = "pipeline_bubbles", "scaling"
     words = [*names, "--quick", "--jobs=2", f"--outputs={tmp_path}"]

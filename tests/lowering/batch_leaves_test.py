@@ -107,9 +107,9 @@ def one_device():
     [
         slow("data=2,fsdp=2,tensor=2", ""),
         slow("fsdp=2,microbatches=4", "jit"),
-        ("pipe=2,fsdp=2,microbatches=4", ""),
+        slow("pipe=2,fsdp=2,microbatches=4", ""),
         slow("data=8", ""),
-        slow("fsdp=4,zero=2,microbatches=2", ""),
+        ("fsdp=4,zero=2,microbatches=2", ""),
         slow("data=2,fsdp=2,tensor=2", "jit"),
         slow("pipe=2,data=2,tensor=2,microbatches=2,save=residuals", ""),
         slow("pipe=2,microbatches=4,tick_loop=uniform", ""),

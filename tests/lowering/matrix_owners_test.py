@@ -95,7 +95,7 @@ OPTIMIZERS = {
     "rotated": rotated_adam(),
     "narrow": narrow(),
 }
-ALIKE = "muon", "aol"
+ALIKE = "muon", "adaptive", "aol"
 """Optimizers whose road others take as well."""
 
 

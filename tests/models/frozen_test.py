@@ -57,6 +57,7 @@ def test_adapters_train_as_in_a_plain_loop(layout, options):
         np.testing.assert_allclose(tested, reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_and_optimizer_state_are_those_of_the_trained_alone():
     program = adapted.lower("fsdp=4,zero=3")
     trained = trained_paths(program.model)

@@ -25,8 +25,8 @@ EXPECTED = {
 
 CHOSEN = [
     ("nnx sequences scanned lstm+filtered masked adamw", "data=2,microbatches=2"),
-    ("nnx tokens twice shared+row_by_row+ensemble with_metrics multi", "fsdp=2"),
     ("nnx images one sown+cached+counter sown sgd", "data=4"),
+    ("nnx tokens twice shared+row_by_row+ensemble with_metrics multi", "fsdp=2"),
     ("linen images remat weight_norm+spectral_norm cosine lion", "fsdp=4,zero=2"),
     # With -m slow:
     ("linen sequences layers dense+decayed penalized partly", "pipe=2,microbatches=2"),
@@ -46,7 +46,7 @@ CHOSEN = [
         "fsdp=4,zero=1",
     ),
 ]
-NUM_BY_DEFAULT = 3
+NUM_BY_DEFAULT = 2
 """Models and layouts by which most kinds are met."""
 
 

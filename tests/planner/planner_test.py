@@ -317,6 +317,7 @@ def test_a_prediction_has_a_range_and_says_if_it_may_not_fit():
     assert plan().best[0].uncertainty is None
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_moves_to_the_host_and_costs_its_link(facts):
     require = "zero=3,remat=full"
     least = min(c.memory.total for c in plan(require=require).fitting)

@@ -136,7 +136,7 @@ def test_errors_name_the_line_and_the_remedy(loss, words):
     assert start < int(line) < start + 6
 
 
-@pytest.mark.parametrize("name, layout", first(2, COMPILED))
+@pytest.mark.parametrize("name, layout", first(1, COMPILED))
 def test_accepted_losses_equal_plain_jax(name, layout):
     loss = ALLOWED[name] if name in ALLOWED else COUNTING[name]
     assert_equal_to_plain(loss, layout)
