@@ -63,12 +63,12 @@ def flags_anew():
     ]
     for _, flag in aside:
         delattr(flags.FLAGS, flag.name)
-    imported = {name: _forget(name) for name in _library_commands()}
+    imported = {name: _forget(name) for name in _modules_of_flags()}
     try:
         with flagsaver.flagsaver():
             yield
     finally:
-        for name in _library_commands():
+        for name in _modules_of_flags():
             _forget(name)
         sys.modules.update(imported)
         gone = [flag for flag in shared_flags if flag.name not in flags.FLAGS]
@@ -78,10 +78,13 @@ def flags_anew():
             flags.FLAGS.register_flag_by_module(module, flag)
 
 
-def _library_commands() -> list[str]:
-    """Imported modules of the library that define the flags of a command."""
+def _modules_of_flags() -> list[str]:
+    """Imported modules that define the flags of a command."""
     files = (ROOT / "meshpar" / "commands").glob("*.py")
     names = {f"meshpar.commands.{file.stem}" for file in files}
+    names |= {
+        x for x in flags.FLAGS.flags_by_module_dict() if x.startswith("experiments.")
+    }
     return sorted(names.intersection(sys.modules) - {command_line.__name__})
 
 
