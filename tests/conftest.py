@@ -62,7 +62,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_sessionfinish():
-    gc.freeze()  # pytest looks twice for circles among all that tests left behind.
+    gc.freeze()  # Otherwise pytest looks twice for circles in all that is left.
 
 
 @pytest.fixture(params=["nnx", "linen"])

@@ -96,7 +96,7 @@ OPTIMIZERS = {
     "narrow": narrow(),
 }
 ALIKE = "muon", "adaptive", "aol"
-"""Optimizers whose road others take as well."""
+"""Kinds of Muon that run the same code of ours as the others; for -m slow."""
 
 
 class Case(NamedTuple):

@@ -142,7 +142,7 @@ PADDED = "pipe=3,data=2,microbatches=2"
 REORDERED = "pipe=2,data=2,schedule=interleaved,virtual_stages=2,microbatches=4"
 
 
-DEFAULT = {"rates by layer", "sharpness-aware"}
+DEFAULT = {"decay of matrices", "rates by layer", "sharpness-aware"}
 """Optimizers of every way of an update but Adam's; `-m slow` runs all others."""
 
 

@@ -187,7 +187,7 @@ def model_of(name):
 
 
 DOORS = ("index", "dict", "attributes", "scan_with_axes")
-"""Ways of keeping layers; -m slow has those that differ in their calls alone."""
+"""Ways of keeping layers that run by default; -m slow has the others."""
 
 
 @pytest.mark.parametrize("layout", ["data=2", slow("pipe=2,microbatches=2")])

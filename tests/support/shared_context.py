@@ -9,14 +9,14 @@ from typing import Any
 from jax._src.interpreters import mlir
 
 MOST = 200
-"""Lowerings in one context, which keeps what was written in it."""
+"""Lowerings that one context serves; it keeps all that they write into it."""
 
 _make = mlir.make_ir_context
 _own = threading.local()
 
 
 def context() -> Any:
-    """As `make_ir_context`."""
+    """A context in place of that of `make_ir_context`."""
     if not getattr(_own, "left", 0):
         _own.context, _own.left = _make(), MOST
     _own.left -= 1
