@@ -4,8 +4,8 @@ The layer and its backward pass are traced once, on the shapes of one device's
 microbatch. Planners multiply what it writes by the passes over the layers.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,9 @@ from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.layer_uses import policies
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_trace import written_layer
-from meshpar.models.model_scope import model_scope
 
 _AXES = {EXPERT, CONTEXT}
 """Axes along which layers move activations themselves."""
@@ -48,22 +46,21 @@ def layer_collectives(
     Returns:
       {(policy, whether the layer's output is read beside its gradients): collectives}.
     """
-    sizes, widens = dict(frame.mesh.shape), frame.transports.widens
-    found = {}
-    for remat, jaxpr in _jaxprs(frame, batch, remats):
-        of_gradients = with_results(jaxpr, (True, False))
-        for output, closed in ((True, jaxpr), (False, of_gradients)):
-            every = written_collectives(closed, sizes, widens)
-            found[remat, output] = [move for move in every if _AXES & set(move.axes)]
+    sizes, widens, found = dict(frame.mesh.shape), frame.transports.widens, {}
+    remats = tuple(remats)
+    jaxpr = _jaxpr(frame, batch, remats)
+    for remat, output in itertools.product(remats, (True, False)):
+        wanted = [own == remat and read for own in remats for read in (True, output)]
+        every = written_collectives(with_results(jaxpr, wanted), sizes, widens)
+        found[remat, output] = [move for move in every if _AXES & set(move.axes)]
     return found
 
 
-def _jaxprs(
-    frame: Frame, batch: Any, remats: Iterable[str]
-) -> Iterator[tuple[str, Any]]:
-    """Traces one layer for each policy; takes the arguments of `layer_collectives`.
+def _jaxpr(frame: Frame, batch: Any, remats: Sequence[str]) -> Any:
+    """The closed jaxpr of one layer, forward and backward, under each policy.
 
-    Generates (policy, jaxpr): of the sums of its gradients, and of its output.
+    Takes the arguments of `layer_collectives`. Its results are the sum of the layer's
+    gradients and that of its output, policy by policy.
     """
     num, layered = frame.layout.microbatches, frame.layered
     rows = jax.tree.map(
@@ -74,43 +71,39 @@ def _jaxprs(
     specs = {path: partition_spec(held) for path, held in frame.held.items()}
     layer_specs = {path: PartitionSpec(*specs[path][1:]) for path in stack}
     trained = frame.plan.gradients
-    once: list[Callable] = []
 
-    def run(remat: str, shared: Params, weights: Params, rows: Any) -> list[Array]:
-        # Later runs repeat the jaxpr of the first: nothing is left to check.
-        scope = model_scope(frame.layout, frame.mesh, frame.all_manual_axes)
-        with scope if once else frame.scope():
+    def run(shared: Params, weights: Params, rows: Any) -> list[Array]:
+        with frame.scope():
             x = jax.tree.map(frame.vary, layered.embed(shared, rows, None))
             context = layered.context(shared, rows, None)
             weights = jax.tree.map(frame.vary, weights)
             own = {path: w for path, w in weights.items() if path in trained}
-            if not once:
-                args = weights, x, None, context
-                once.append(written_layer(layered.layer, *args)[0])
+            under, _ = written_layer(layered.layer, weights, x, None, context)
 
-            def layer(own: Params, x: Any) -> Any:
-                y = once[0](weights | own, x, None, context)
-                return jax.tree.map(frame.vary, y)
+            def passes(remat: str) -> tuple[Any, Any]:
+                def layer(own: Params, x: Any) -> Any:
+                    y = under(remat)(weights | own, x, None, context)
+                    return jax.tree.map(frame.vary, y)
 
-            y, vjp = jax.vjp(with_policy(layer, remat), own, x)
-            gradients = vjp(jax.tree.map(jnp.ones_like, y))
-        totals = (sum(map(jnp.sum, jax.tree.leaves(read))) for read in (gradients, y))
+                y, vjp = jax.vjp(layer, own, x)
+                return vjp(jax.tree.map(jnp.ones_like, y)), y
+
+            read = [result for remat in remats for result in passes(remat)]
+        totals = (sum(map(jnp.sum, jax.tree.leaves(result))) for result in read)
         return [vary(total, frame.manual_axes)[None] for total in totals]
 
-    for remat in remats:
-        with jax.set_mesh(frame.mesh):
-            mapped = jax.shard_map(
-                functools.partial(run, remat),
-                in_specs=(
-                    {path: specs[path] for path in shared},
-                    layer_specs,
-                    batch_specs(frame.layout, rows, frame.batch_axes),
-                ),
-                out_specs=PartitionSpec(frame.manual_axes),
-                axis_names=set(frame.manual_axes),
-            )
-            jaxpr = jax.make_jaxpr(mapped)(shared, abstract_layer(stack), rows)
-        yield remat, jaxpr
+    with jax.set_mesh(frame.mesh):
+        mapped = jax.shard_map(
+            run,
+            in_specs=(
+                {path: specs[path] for path in shared},
+                layer_specs,
+                batch_specs(frame.layout, rows, frame.batch_axes),
+            ),
+            out_specs=PartitionSpec(frame.manual_axes),
+            axis_names=set(frame.manual_axes),
+        )
+        return jax.make_jaxpr(mapped)(shared, abstract_layer(stack), rows)
 
 
 def layers_terms(

@@ -1,6 +1,7 @@
 """Traces one layer of a model, for the bytes that it holds."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from meshpar.layouts.axes import PIPE, REPLICA, TENSOR, TOKEN_AXES, in_use, ways
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average, segments
 from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
-from meshpar.layouts.remat import KEEPS_MATMULS, NONE
+from meshpar.layouts.remat import KEEPS_MATMULS, NONE, wrap_remat
 from meshpar.layouts.scope import current_scope, with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_residuals import (
@@ -145,12 +146,10 @@ def trace_deferred(
 
     def trace(call: _LayerCall, shards: int) -> dict[str, int]:
         lanes, ways = lanes_of(mesh), shards * plan.layout.tensor
-        layer, _ = written_layer(layered.layer, *call.args)
+        under, _ = written_layer(layered.layer, *call.args)
         args = frozenset(plan.gradients), *call.args
         return {
-            policy: deferred_bytes(
-                lanes, with_policy(layer, policy), *args, kept=layered.kept
-            )
+            policy: deferred_bytes(lanes, under(policy), *args, kept=layered.kept)
             // ways
             for policy in policies
         }
@@ -282,9 +281,9 @@ def _trace(
     lanes, ways = lanes_of(mesh), token_shards * plan.layout.tensor
     shared, _, rows, key = call
     x = call.args[1]
-    layer, jaxpr = written_layer(layered.layer, *call.args)
+    under, jaxpr = written_layer(layered.layer, *call.args)
     args, kept = (frozenset(plan.gradients), *call.args), layered.kept
-    held = residuals_of(layer, *args, kept=kept)
+    held = residuals_of(under(NONE), *args, kept=kept)
     logits = logits_bytes(layered, shared, x, rows, key)
     grouped = grouped_rows(jaxpr, x)
     largest = largest_weight(layered, plan)
@@ -295,13 +294,13 @@ def _trace(
     fuses = plan.layout.scan_unroll > 1 or mesh.size == 1
 
     def of_policy(policy: str) -> TracedLayer:
-        own = with_policy(layer, policy)
-        saved = held if policy == NONE else residuals_of(own, *args, kept=kept)
+        none = policy == NONE
+        saved = held if none else residuals_of(under(policy), *args, kept=kept)
         pads = policy in KEEPS_MATMULS
         padding = tree_bytes(saved, lanes) - tree_bytes(saved) if pads else 0
         saved_bytes = fused = tree_bytes(saved)
-        if policy == NONE and fuses:
-            fused = fused_bytes(layer, *args, kept=kept)
+        if none and fuses:
+            fused = fused_bytes(under(NONE), *args, kept=kept)
         return TracedLayer(
             x=tree_bytes(x) // ways,
             saved=saved_bytes // ways,
@@ -319,17 +318,20 @@ def _trace(
     return of_policy
 
 
-def written_layer(layer: Callable, *args: Any) -> tuple[Callable, Any]:
-    """Traces a layer for all policies: (a function that runs its jaxpr, the jaxpr).
+def written_layer(layer: Callable, *args: Any) -> tuple[Callable[[str], Callable], Any]:
+    """Traces a layer for all policies: (its form under a policy, its jaxpr).
 
-    The model's own code does not run again. A layer that calls `layouts.remat` itself
-    follows each policy in its own way: such a layer is returned as it is.
+    The layers of all policies run this jaxpr, which is differentiated once. The model's
+    own code does not run again, unless it calls `layouts.remat` itself: then it follows
+    each policy in its own way.
     """
     scope = current_scope()
     layout = dataclasses.replace(scope.layout, remat=NONE)
     with model_scope(layout, scope.mesh, scope.manual_axes) as own:
         traced = written(layer, *args)
-    return layer if own.remat_used else traced, traced.jaxpr.jaxpr
+    under = with_policy if own.remat_used else wrap_remat
+    fn = layer if own.remat_used else traced.__call__
+    return functools.partial(under, fn), traced.jaxpr.jaxpr
 
 
 def logits_ways(layered: LayeredModel, plan: Plan) -> int:
