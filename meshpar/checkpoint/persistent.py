@@ -35,6 +35,12 @@ TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 BLOCK_BYTES = 2**25
 """Bytes of a block of an array on disk, at most: a reader needs one in memory."""
 
+_PART_BYTES = 2**20
+"""Bytes that a replica writes of an array, at least: one replica writes smaller ones.
+
+Orbax cuts each array into a part for each replica, by a program of its own.
+"""
+
 
 def shapes_and_dtypes(state: Any) -> dict[str, list]:
     """{key path: [shape, dtype]} of a state; equal for equal models and optimizers."""
@@ -192,6 +198,15 @@ def read_checkpoint(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, An
         return item(STATE, state), None if extra is None else item(EXTRA, extra)
 
 
+def _writer() -> ocp.PyTreeCheckpointHandler:
+    """A handler that writes trees of arrays, each replica of a large one a part."""
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_PART_BYTES
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
 class PersistentTier(Tier):
     """The checkpoints in one folder, which all processes see."""
 
@@ -222,7 +237,11 @@ class PersistentTier(Tier):
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, create=False, cleanup_tmp_directories=True
             ),
-            item_names=(STATE, METADATA, EXTRA),
+            item_handlers={
+                STATE: _writer(),
+                METADATA: ocp.JsonCheckpointHandler(),
+                EXTRA: _writer(),
+            },
         )
 
     def steps(self) -> list[int]:
@@ -253,11 +272,11 @@ class PersistentTier(Tier):
             lambda _: ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES), state
         )
         arguments = {
-            STATE: ocp.args.StandardSave(state, blocks),
+            STATE: ocp.args.PyTreeSave(state, save_args=blocks),
             METADATA: ocp.args.JsonSave(metadata),
         }
         if extra is not None:
-            arguments[EXTRA] = ocp.args.StandardSave(extra)
+            arguments[EXTRA] = ocp.args.PyTreeSave(extra)
         self._writing = step
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments))
