@@ -47,12 +47,10 @@ def table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
 
 def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     """Draws the mean held-out loss over bytes per step."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5), layout="tight")
+    axes = figure.subplots()
     for row in summary(rows):
         num_bytes = max(row["bytes_per_step"], 1.0)
         axes.errorbar(num_bytes, row["loss"], yerr=row["spread"], fmt="o", capsize=3)
@@ -69,6 +67,4 @@ def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         xlabel="bytes sent to other replicas, per device and step",
         ylabel="held-out loss, nats per token",
     )
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -53,10 +53,13 @@ def _checksum(x: jax.Array, start: Any = (), shape: tuple[int, ...] = ()) -> jax
     return jnp.sum(mixed ^ (mixed >> np.uint32(16)), dtype=jnp.uint32)
 
 
+_of_block = jax.jit(_checksum, static_argnums=2)
+
+
 @functools.cache
 def _program(replicated: NamedSharding) -> Callable[[list[jax.Array]], jax.Array]:
     def leaf_checksums(leaves: list[jax.Array]) -> jax.Array:
-        return jnp.stack([_checksum(to_device(x)) for x in leaves])
+        return jnp.stack([_of_block(to_device(x)) for x in leaves])
 
     return jax.jit(leaf_checksums, out_shardings=replicated)
 
@@ -71,9 +74,6 @@ def checksums(tree: Any) -> list[int]:
         return []
     replicated = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
     return np.asarray(_program(replicated)(leaves)).tolist()
-
-
-_of_block = jax.jit(_checksum, static_argnums=2)
 
 
 def checksum_of_block(

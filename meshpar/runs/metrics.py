@@ -119,13 +119,14 @@ def plot(
     path: pathlib.Path,
     baseline: tuple[str, float] | None,
 ) -> None:
-    """Draws training and held-out loss over the steps, with a loss to beat."""
-    import matplotlib
+    """Draws training and held-out loss over the steps, with a loss to beat.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    A process that shows figures of its own, such as a notebook, keeps its backend.
+    """
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure = Figure(figsize=(8, 4.5), layout="tight")
+    axes = figure.subplots()
     for name, style in (("loss", "-"), (EVALUATION_LOSS, "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
@@ -135,6 +136,4 @@ def plot(
         axes.axhline(loss, color="grey", linestyle="--", label=name)
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

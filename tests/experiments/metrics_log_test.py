@@ -3,6 +3,7 @@
 import resource
 import threading
 
+import matplotlib
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
@@ -31,6 +32,13 @@ def test_something_else_in_the_place_of_the_metrics_is_an_error(name, tmp_path):
     path.write_text("") if name == "tensorboard" else path.mkdir()
     with pytest.raises(CheckpointError, match=f"{name}.*move that file away"):
         metrics.MetricsLog(tmp_path, 0)
+
+
+def test_a_plot_keeps_the_backend_of_a_notebook(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
+    metrics.plot([{"step": 1, "loss": 2.0}], tmp_path / "loss.png", ("random", 3.0))
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert matplotlib.rcParams["backend"] == "svg"
 
 
 def events(file):
