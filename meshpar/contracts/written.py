@@ -10,6 +10,7 @@ may split what a collective moves over such axes, the bytes are at most those wr
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -195,6 +196,8 @@ class _Reader(Interpreter[int]):
             inputs = self._views(operands, params["in_specs"])
             results = self._at(eqn, inner[0], self.seen)._read(inner[0], inputs)
             return self._views(results, params["out_specs"])
+        if not any(map(_moves, inner)):
+            return self._new(eqn.outvars)
         is_loop = name == "scan"
         known = operands[: scan_counts(eqn)[0]] if is_loop else ()
         once = is_loop and params["length"] == 1  # No loop is left of it.
@@ -285,7 +288,11 @@ class _Reader(Interpreter[int]):
 
 def kind_of(eqn: Any) -> str | None:
     """The kind of the collective that an equation is; None for all others."""
-    name = eqn.primitive.name
+    return _kind_named(eqn.primitive.name)
+
+
+@functools.cache
+def _kind_named(name: str) -> str | None:
     return next((kind for start, kind in _KINDS if name.startswith(start)), None)
 
 

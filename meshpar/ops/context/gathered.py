@@ -82,7 +82,8 @@ def gathered_attention(
         return _attend(q, *whole, segments, window)
 
     groups = (_groups(x, ways, num) for x in (q_BLNH, k_BLKH, v_BLKH))
-    return _joined([attend(*one) for one in zip(*groups, strict=True)], ways)
+    once = jax.jit(attend)  # All groups are traced and differentiated as one.
+    return _joined([once(*one) for one in zip(*groups, strict=True)], ways)
 
 
 def _attend(
