@@ -24,15 +24,16 @@ from meshpar.arrays import Array
 from meshpar.layouts.remat import ATTENTION, CUDNN, SPLASH, SPLASH_INPUTS
 from meshpar.mesh.platform import CPU, GPU, TPU, traced_platform
 from meshpar.ops.attention_by_heads import attention_by_heads
+from meshpar.ops.block_sums import MOST_ADDED, by_additions
 from meshpar.ops.kernels import Packed, on_shards
 
 LANES = 128
 """Numbers in a row of a TPU's tile, to which narrower heads are padded."""
 
-MOST_FUSED = 8
+MOST_FUSED = MOST_ADDED
 """Most blocks of keys for which one kernel computes all gradients.
 
-It writes a gradient of the queries for each block of keys, which are summed later: 64
+It writes a gradient of the queries for each block of keys, which are added later: 64
 times the queries with 32,768 tokens. Two kernels compute scores twice and write one.
 """
 DIM_NAMES = ("batch", "length", "heads", "head_dim")
@@ -164,6 +165,7 @@ def splash(
         others=others,
         saves=SPLASH,
         packed=_dense(q_BLNH.shape[-1]),
+        derivative=by_additions,
     )
     return y_BNLH.swapaxes(1, 2)[..., : q_BLNH.shape[-1]]
 

@@ -43,6 +43,7 @@ def on_shards(
     others: Sequence[tuple[Array, Names]] = (),
     saves: str = "",
     packed: Packed | None = None,
+    derivative: Callable[[Callable], Callable] = lambda fn: fn,
 ) -> Array:
     """Runs a kernel on the shards of arrays under the layout in use.
 
@@ -57,6 +58,8 @@ def on_shards(
         default it saves only the arguments: the backward pass runs the kernel again and
         differentiates it as a whole.
       packed: the form in which the result is saved, if not as it is.
+      derivative: changes how the kernel's own derivative runs, which is a function of
+        the gradient of the result.
 
     Returns:
       The global result, or its shard over the axes that were manual before.
@@ -81,7 +84,7 @@ def on_shards(
     mapped = functools.partial(_mapped, scope, frozenset(axes))
     # What a kernel saves has a row for each device.
     rows = PartitionSpec(tuple(axis for axis in scope.mesh.axis_names if axis in axes))
-    vjp = _KernelVjp(kernel, len(arrays), len(specs), bool(saves))
+    vjp = _KernelVjp(kernel, len(arrays), len(specs), bool(saves), derivative)
 
     pack = unpack = lambda x: x
     if packed:  # On shards too: compilers move arrays whose dims are merged.
@@ -151,15 +154,23 @@ class _KernelVjp:
       num: number of its first arguments, which have gradients.
       total: number of all its arguments.
       saves: whether `forward` returns what `backward` needs beside arguments.
+      derivative: as in `on_shards`.
 
     Attributes:
       kept: numbers of the arguments that `backward` needs, and the next number if it
         needs the result.
     """
 
-    def __init__(self, kernel: Callable[..., Array], num: int, total: int, saves: bool):
+    def __init__(
+        self,
+        kernel: Callable[..., Array],
+        num: int,
+        total: int,
+        saves: bool,
+        derivative: Callable[[Callable], Callable],
+    ):
         self.num, self.kept = num, tuple(range(total))
-        self._kernel, self._saves = kernel, saves
+        self._kernel, self._saves, self._derivative = kernel, saves, derivative
         self._structure, self._places = None, ()
 
     def _vjp(self, arrays: Sequence[Array]) -> tuple[Array, Callable]:
@@ -181,13 +192,13 @@ class _KernelVjp:
     def backward(self, gradient: Array, *needed: Array) -> tuple[Array, ...]:
         """Gradients of the first arguments, from the kept and the saved values."""
         if not self._saves:
-            return self._vjp(needed)[1](gradient)
+            return self._derivative(self._vjp(needed)[1])(gradient)
         kept = dict(zip(self.kept, needed, strict=False))
         saved = iter(needed[len(kept) :])
         leaves = [
             next(saved)[0] if place is None else kept[place] for place in self._places
         ]
-        return jax.tree.unflatten(self._structure, leaves)(gradient)
+        return self._derivative(jax.tree.unflatten(self._structure, leaves))(gradient)
 
 
 def _with_last(kernel: Callable, last: Sequence[Array], *first: Array) -> Array:
