@@ -270,13 +270,19 @@ class Frame:
         Args:
           dtype: another dtype, such as that of sums.
         """
+        wire, weights = self.transports.wire_dtype, self.plan.weights
         return {
-            path: jax.ShapeDtypeStruct(
-                tuple(
-                    size // self.ways(held)
-                    for size, held in zip(leaf.shape, self.held[path], strict=True)
-                ),
-                dtype or self.transports.wire_dtype(leaf.dtype),
+            path: jax.ShapeDtypeStruct(shape, dtype or wire(weights[path].dtype))
+            for path, shape in self._stage_shapes.items()
+        }
+
+    @functools.cached_property
+    def _stage_shapes(self) -> dict[str, tuple[int, ...]]:
+        """{path: shape of the whole weight of one device's layers and experts}."""
+        return {
+            path: tuple(
+                size // self.ways(held)
+                for size, held in zip(leaf.shape, self.held[path], strict=True)
             )
             for path, leaf in self.plan.weights.items()
         }

@@ -339,6 +339,8 @@ def logits_ways(layered: LayeredModel, plan: Plan) -> int:
 
     That weight is the head's, and logits are split as it is.
     """
+    if plan.layout.tensor == 1:
+        return 1
     shared = layered.split(plan.weights)[0].values()
     largest = max(shared, key=lambda leaf: math.prod(leaf.shape), default=None)
     splits = largest is not None and TENSOR in itertools.chain(*largest.spec)
