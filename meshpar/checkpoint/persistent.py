@@ -35,7 +35,7 @@ TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 BLOCK_BYTES = 2**25
 """Bytes of a block of an array on disk, at most: a reader needs one in memory."""
 
-_PART_BYTES = 2**20
+PART_BYTES = 2**20
 """Bytes that a replica writes of an array, at least: one replica writes smaller ones.
 
 Orbax cuts each array into a part for each replica, by a program of its own.
@@ -201,7 +201,7 @@ def read_checkpoint(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, An
 def _writer() -> ocp.PyTreeCheckpointHandler:
     """A handler that writes trees of arrays, each replica of a large one a part."""
     arrays = ocp.type_handlers.ArrayHandler(
-        min_slice_bytes_for_replica_parallel=_PART_BYTES
+        min_slice_bytes_for_replica_parallel=PART_BYTES
     )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

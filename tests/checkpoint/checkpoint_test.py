@@ -72,6 +72,21 @@ def test_restores_bitwise_onto_any_layout(saved, layout):
         assert param.sharding.is_equivalent_to(abstract.sharding, param.ndim)
 
 
+def test_large_arrays_alone_are_cut_into_parts_of_replicas(tmp_path, monkeypatch):
+    cuts, cut = [], jax.lax.slice_in_dim
+    monkeypatch.setattr(
+        jax.lax, "slice_in_dim", lambda *a, **k: cuts.append(a) or cut(*a, **k)
+    )
+    program, (state, *_) = trained()
+    for name, least in (("small", persistent.PART_BYTES), ("large", 1)):
+        monkeypatch.setattr(persistent, "PART_BYTES", least)
+        checkpoints = Checkpoints(tmp_path / name, program.portable_state)
+        checkpoints.save(1, on_devices(program, state), {})
+        checkpoints.close()
+        assert bool(cuts) == (name == "large")
+        assert_equal(restore(tmp_path / name)[1][0], state)
+
+
 def test_nothing_to_restore_in_a_new_folder(tmp_path):
     assert restore(tmp_path / "new")[1] is None
 
