@@ -35,10 +35,10 @@ TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 BLOCK_BYTES = 2**25
 """Bytes of a block of an array on disk, at most: a reader needs one in memory."""
 
-PART_BYTES = 2**20
-"""Bytes that a replica writes of an array, at least: one replica writes smaller ones.
+PART_BYTES = 2**16
+"""Least bytes of a part: replicas share the writing of arrays whose parts have them.
 
-Orbax cuts each array into a part for each replica, by a program of its own.
+Of other arrays one replica writes all: parts are cut by programs, one for each shape.
 """
 
 
@@ -199,7 +199,7 @@ def read_checkpoint(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, An
 
 
 def _writer() -> ocp.PyTreeCheckpointHandler:
-    """A handler that writes trees of arrays, each replica of a large one a part."""
+    """A handler for trees of arrays; of a large array each replica writes a part."""
     arrays = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=PART_BYTES
     )

@@ -196,7 +196,7 @@ class _Reader(Interpreter[int]):
             inputs = self._views(operands, params["in_specs"])
             results = self._at(eqn, inner[0], self.seen)._read(inner[0], inputs)
             return self._views(results, params["out_specs"])
-        if not any(map(_moves, inner)):
+        if not any(map(_moves, inner)):  # Such as the bodies of kernels.
             return self._new(eqn.outvars)
         is_loop = name == "scan"
         known = operands[: scan_counts(eqn)[0]] if is_loop else ()

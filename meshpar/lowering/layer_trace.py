@@ -319,7 +319,7 @@ def _trace(
 
 
 def written_layer(layer: Callable, *args: Any) -> tuple[Callable[[str], Callable], Any]:
-    """Traces a layer for all policies: (its form under a policy, its jaxpr).
+    """Traces a layer for all policies: (a function from a policy to it, its jaxpr).
 
     The layers of all policies run this jaxpr, which is differentiated once. The model's
     own code does not run again, unless it calls `layouts.remat` itself: then it follows
@@ -329,9 +329,12 @@ def written_layer(layer: Callable, *args: Any) -> tuple[Callable[[str], Callable
     layout = dataclasses.replace(scope.layout, remat=NONE)
     with model_scope(layout, scope.mesh, scope.manual_axes) as own:
         traced = written(layer, *args)
-    under = with_policy if own.remat_used else wrap_remat
-    fn = layer if own.remat_used else traced.__call__
-    return functools.partial(under, fn), traced.jaxpr.jaxpr
+    jaxpr = traced.jaxpr.jaxpr
+    if own.remat_used:
+        return functools.partial(with_policy, layer), jaxpr
+    # One function for all policies: `jax.checkpoint` traces it once. To remember it, it
+    # needs a weak reference, which tuples such as `traced` do not have.
+    return functools.partial(wrap_remat, traced.__call__), jaxpr
 
 
 def logits_ways(layered: LayeredModel, plan: Plan) -> int:

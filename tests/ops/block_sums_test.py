@@ -69,5 +69,5 @@ def test_gradients_of_queries_are_added_over_blocks_of_keys(monkeypatch):
         expected = jax.jit(functools.partial(gradients, attention_kernels.reference))
         for x, want in zip(found, expected(*qkv), strict=True):
             np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-3)
-    # That of outputs times their gradients is over head_dim.
+    # Sums are left over other dims, such as head_dim.
     assert (2, 3, 1, 384, 128) not in shapes and (3, 1, 384, 128) not in shapes
