@@ -11,6 +11,7 @@ from support.tpu_programs import small, tpu
 
 import meshpar
 from meshpar import mesh
+from meshpar.jaxprs.walk import Written
 from meshpar.lowering.layer_trace import trace_layer, trace_policies
 from meshpar.runs.config import with_settings
 
@@ -24,8 +25,14 @@ def test_a_split_backward_pass_keeps_input_and_gradient_of_each_matmul():
 
 
 @pytest.mark.parametrize("marks", [False, True])
-def test_a_layer_without_marks_of_its_own_runs_once_for_all_policies(marks):
-    calls = []
+def test_a_layer_without_marks_of_its_own_runs_once_for_all_policies(
+    marks, monkeypatch
+):
+    """Its jaxpr runs once more for all policies that rematerialize."""
+    calls, repeats, repeat = [], [], Written.__call__
+    monkeypatch.setattr(
+        Written, "__call__", lambda *args: repeats.append(None) or repeat(*args)
+    )
 
     class Layer(nnx.Module):
         def __init__(self, rngs):
@@ -49,9 +56,12 @@ def test_a_layer_without_marks_of_its_own_runs_once_for_all_policies(marks):
     counts = []
     for policies in (["none"], ["none", "dots", "full"]):
         calls.clear()
+        repeats.clear()
         found = trace_policies(*args, policies)
-        counts.append(len(calls))
-    assert counts[1] - counts[0] == (2 if marks else 0)
+        counts.append((len(calls), len(repeats)))
+    (calls_of_one, repeats_of_one), (calls_of_all, repeats_of_all) = counts
+    assert calls_of_all - calls_of_one == (2 if marks else 0)
+    assert repeats_of_all - repeats_of_one == (0 if marks else 1)
     sizes = [found[policy].saved for policy in ("full", "dots", "none")]
     assert sizes[0] < sizes[1] <= sizes[2]
 
