@@ -4,14 +4,17 @@
 
 Takes the programs for TPUs of `compiled_programs.json`, and those of
 `drawn_programs.json` with seeds from 1 to --draws. Finds the factors
-(`meshpar.planner.seconds.Factors`) that predict the stated times best, by least squares
-of the logarithms of ratios. Prints the mean errors with the factors in use and with the
-new ones, which go into `FACTORS` of that file by hand. Programs with experts count only
+(`meshpar.planner.seconds.Factors`) and the prices of narrow matmuls
+(`meshpar.mesh.machine.NARROW`) that predict the stated times best, by least squares of
+the logarithms of ratios. Prints the mean errors with the numbers in use and with the
+new ones, which go into `FACTORS` and `NARROW` by hand. Programs with experts count only
 where jax 0.12 or newer compiled them: older compilers state cycles for grouped matmuls.
 Takes ten minutes.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from absl import flags
@@ -22,6 +25,7 @@ from experiments.benchmarks.compiled_programs import Compiled
 from experiments.benchmarks.drawn_programs import DRAWS
 from experiments.benchmarks.predictor import Predictor
 from meshpar.commands import command_line
+from meshpar.mesh import machine
 from meshpar.planner import seconds
 from meshpar.planner.seconds import Factors
 
@@ -54,41 +58,67 @@ def programs(last: int, predictor: Predictor) -> list[Compiled]:
     return list(filter(is_stated, (*drawn, *compiled_programs.read())))
 
 
+class Numbers(NamedTuple):
+    """What is fitted.
+
+    Attributes:
+      factors: of all chips.
+      narrow: {chip: price of narrow matmuls}, as `machine.NARROW`.
+    """
+
+    factors: Factors
+    narrow: dict[str, float]
+
+    def flat(self) -> np.ndarray:
+        """All that may change, as an array."""
+        free = [x for n, x in self.factors._asdict().items() if n not in _KEPT]
+        return np.array([*free, *self.narrow.values()])
+
+    def changed(self, flat: np.ndarray) -> "Numbers":
+        """These numbers, with the values of `flat`."""
+        free = [n for n in Factors._fields if n not in _KEPT]
+        factors = self.factors._replace(**dict(zip(free, flat, strict=False)))
+        return Numbers(factors, dict(zip(self.narrow, flat[len(free) :], strict=True)))
+
+
 def times(
-    factors: Factors, predictor: Predictor, found: Sequence[Compiled]
+    numbers: Numbers, predictor: Predictor, found: Sequence[Compiled]
 ) -> np.ndarray:
     """Predicted times of all but kernels [programs]."""
-    seconds.FACTORS = factors
-    return np.array([predictor.row(compiled).seconds for compiled in found])
+    seconds.FACTORS = numbers.factors
+
+    def predicted(compiled: Compiled) -> float:
+        made = predictor.candidates(compiled.case)
+        narrow = numbers.narrow[made.machine.chip.name]
+        made.machine = dataclasses.replace(made.machine, narrow=narrow)
+        return predictor.row(compiled).seconds
+
+    return np.array([predicted(compiled) for compiled in found])
 
 
-def fitted(start: Factors, predictor: Predictor, found: Sequence[Compiled]) -> Factors:
-    """The factors that fit best, with times that are linear in the factors."""
-    is_free = np.array([name not in _KEPT for name in Factors._fields])
+def fitted(start: Numbers, predictor: Predictor, found: Sequence[Compiled]) -> Numbers:
+    """The numbers that fit best, with times that are linear in them."""
 
-    def seconds_of(free: np.ndarray) -> np.ndarray:
-        every = np.array(start)
-        every[is_free] = free
-        return times(Factors(*every), predictor, found)
+    def seconds_of(flat: np.ndarray) -> np.ndarray:
+        return times(start.changed(flat), predictor, found)
 
-    factors = np.array(start)
     stated = np.array([compiled.seconds for compiled in found])
-    factors[is_free] = fitting.fitted(seconds_of, factors[is_free], stated, _MOST)
-    return Factors(*(round(float(x), 2) for x in factors))
+    best = fitting.fitted(seconds_of, start.flat(), stated, _MOST)
+    return start.changed(best.round(2).tolist())
 
 
 def main(_: Sequence[str]) -> int:
-    """Prints the factors that fit best."""
+    """Prints the numbers that fit best."""
     command_line.use_cpu()
     meshpar.simulate(1)
     predictor = Predictor()
     found = programs(DRAWS.value, predictor)
-    start = seconds.FACTORS
+    start = Numbers(seconds.FACTORS, machine.NARROW)
     new = fitted(start, predictor, found)
     stated = np.array([compiled.seconds for compiled in found])
-    for name, factors in (("in use", start), ("fitted", new)):
-        predicted = times(factors, predictor, found)
-        print(f"{name}: {fitting.summary(predicted, stated)}, {factors}")
+    for name, numbers in (("in use", start), ("fitted", new)):
+        predicted = times(numbers, predictor, found)
+        print(f"{name}: {fitting.summary(predicted, stated)}, {numbers}")
     return 0
 
 

@@ -154,7 +154,7 @@ _IDLE_GPU = 1e-4
 """Seconds between kernels in each pass over a layer: 3.7 to 7 ms were measured in steps
 of 22 and 28 layers (docs/performance.md)."""
 
-_NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
+NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
 """{chip: how many times as long at its peak narrow matmuls take in addition}.
 
 For v5e, v5p and v6e both are fitted to the cycles that their compilers state
@@ -191,7 +191,7 @@ def machine_of(
         chip,
         memory,
         efficiency,
-        _NARROW.get(chip.name, 0.0),
+        NARROW.get(chip.name, 0.0),
         overlaps=not is_cpu,
         fresh_bandwidth=_CPU_FRESH_BANDWIDTH if is_cpu else math.inf,
         slowdown=slowdown,

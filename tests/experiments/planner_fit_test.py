@@ -1,24 +1,32 @@
-"""The planner's factors are found again from times that known factors make."""
+"""The planner's numbers are found again from times that known numbers make."""
 
 import types
 
 import numpy as np
 
 from experiments.benchmarks import planner_fit
+from meshpar.mesh.machine import NARROW
 from meshpar.planner.seconds import FACTORS, Factors
 
 
-def test_known_factors_are_found_again(monkeypatch):
+def test_known_numbers_are_found_again(monkeypatch):
     rng = np.random.default_rng(0)
-    bytes_of_programs = rng.uniform(0.1, 1.0, (60, len(Factors._fields)))
+    seconds_of_programs = rng.uniform(0.1, 1.0, (60, len(Factors._fields) + 3))
 
-    def times(factors, predictor, found):
-        return 1.0 + bytes_of_programs @ np.array(factors)
+    def times(numbers, predictor, found):
+        every = [*numbers.factors, *numbers.narrow.values()]
+        return 1.0 + seconds_of_programs @ np.array(every)
+
+    def drawn(count):
+        return rng.uniform(1.0, 9.0, count).round(2).tolist()
 
     monkeypatch.setattr(planner_fit, "times", times)
-    kept = {name: getattr(FACTORS, name) for name in ("state_moves",)}
-    true = Factors(*rng.uniform(1.0, 9.0, len(Factors._fields)).round(2))
-    true = true._replace(**kept)
+    true = planner_fit.Numbers(
+        Factors(*drawn(len(Factors._fields)))._replace(state_moves=FACTORS.state_moves),
+        dict(zip(NARROW, drawn(3), strict=True)),
+    )
     found = [types.SimpleNamespace(seconds=x) for x in times(true, None, None)]
-    fitted = planner_fit.fitted(FACTORS, None, found)
-    np.testing.assert_allclose(fitted, true, atol=0.02)
+    start = planner_fit.Numbers(FACTORS, NARROW)
+    fitted = planner_fit.fitted(start, None, found)
+    np.testing.assert_allclose(fitted.flat(), true.flat(), atol=0.02)
+    assert fitted.factors.state_moves == FACTORS.state_moves
