@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import planted_steps
+from support.marks import slow
 
 import meshpar
 from meshpar import testing
@@ -271,9 +272,9 @@ def test_a_compiled_program_has_its_devices(compiled):
 @pytest.mark.parametrize(
     ("style", "defect", "rule"),
     [
-        ("jit", "", None),
+        slow("jit", "", None),
         ("shard_map", "gather in a loop", "constant_in_loop"),
-        ("shard_map", "wide gather", "float32_wire"),
+        slow("shard_map", "wide gather", "float32_wire"),
     ],
 )
 def test_a_step_is_compiled_for_chips_that_are_not_there(style, defect, rule):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.marks import slow
 from support.tiny_models import host
 from support.tiny_stack import batch, lower
 
@@ -61,7 +62,9 @@ def assert_equal(state, want):
         np.testing.assert_array_equal(np.asarray(leaf), wanted)
 
 
-@pytest.mark.parametrize("layout", ["data=1", "data=8", "fsdp=8,zero=1", "fsdp=2"])
+@pytest.mark.parametrize(
+    "layout", [slow("data=1"), "data=8", "fsdp=8,zero=1", "fsdp=2"]
+)
 def test_restores_bitwise_onto_any_layout(saved, layout):
     folder, states = saved
     program, (state, metadata) = restore(folder, layout)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support.marks import slow
 
 from meshpar.collectives import make_compression
 from meshpar.errors import MeshparError
@@ -38,7 +39,8 @@ def test_the_mean_is_that_of_the_decoded_numbers(name, numbers):
 
 
 @pytest.mark.parametrize(
-    "name, error", [("f32", 0), ("bf16", 2**-8), ("int8", 1 / 254), ("int4", 1 / 14)]
+    "name, error",
+    [("f32", 0), ("bf16", 2**-8), slow("int8", 1 / 254), ("int4", 1 / 14)],
 )
 def test_errors_are_half_a_step_of_the_largest_number_of_a_block(name, error, numbers):
     compression = make_compression(name)

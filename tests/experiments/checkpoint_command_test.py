@@ -9,6 +9,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 from support import commands
+from support.marks import slow
 from support.tiny_runs import ROOT
 
 from experiments import checkpoint, recipes
@@ -52,7 +53,7 @@ def test_the_checkpoint_command_says_what_lies_there(
 @pytest.mark.parametrize(
     "layout, code, words",
     [
-        ("pipe=2,fsdp=2,microbatches=2", 0, "can go on from step 12"),
+        slow("pipe=2,fsdp=2,microbatches=2", 0, "can go on from step 12"),
         ("replica=2,tensor=2", 0, "can go on from step 12"),
         ("tensor=3", 1, "no: .*heads=4.* does not divide over tensor=3"),
     ],

@@ -119,7 +119,9 @@ def test_cross_entropy_is_optax_s():
     np.testing.assert_allclose(cross_entropy(logits, targets), want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("framework, block", [("nnx", 0), ("nnx", 4), ("linen", 0)])
+@pytest.mark.parametrize(
+    "framework, block", [slow("nnx", 0), ("nnx", 4), slow("linen", 0)]
+)
 def test_tokens_without_weight_do_not_count(framework, block):
     """Targets of padding change nothing; the weight is the number of tokens."""
     made = model(framework, loss_block=block)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.marks import slow
 
 from meshpar.fsdp.differentiable_scan import Segment, differentiable
 from meshpar.fsdp.layer_scan import LayerScan
@@ -74,7 +75,7 @@ def test_gradients_pass_through_kept_activations(remat):
 
 # Several segments of one stack, each with a scan of its own.
 
-MIXES = [(1, 2), (2, 1), (1, 1, 1)]
+MIXES = [slow((1, 2)), (2, 1), (1, 1, 1)]
 
 
 def in_segments(counts, context, kept=lambda x: x[1:]):
@@ -156,7 +157,7 @@ def test_segments_write_gradients_without_a_second_copy_of_the_stack():
     assert taken(3, 5) < taken(8) + 2 * layer
 
 
-@pytest.mark.parametrize("counts", [(8,), (3, 5)])
+@pytest.mark.parametrize("counts", [slow((8,)), (3, 5)])
 def test_gradients_are_added_to_sums_and_have_no_stack_of_their_own(counts):
     run, rng = of_wide_layers(*counts), np.random.default_rng(0)
     weights = {"w": jnp.float32(rng.normal(size=(WIDE, DIM, DIM)) * DIM**-0.5)}

@@ -160,7 +160,7 @@ def save(folder, tree):
 @pytest.mark.parametrize(
     "tree, at",
     [
-        (lambda: {"step": np.int32(3), "params": nested(whole())}, "params"),
+        slow(lambda: {"step": np.int32(3), "params": nested(whole())}, "params"),
         slow(lambda: {"state": {"weights": whole()}}, "state/weights"),
         slow(lambda: nested(whole()), ""),
         (lambda: {"params": nnx.state(module(whole()))}, "params"),

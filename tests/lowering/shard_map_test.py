@@ -230,7 +230,7 @@ def test_shards_weigh_by_their_weight_and_draw_their_own_noise(layout):
 @pytest.mark.parametrize(
     "layout, words",
     [
-        ("fsdp=2,activations.batch=none", "moves the batch axes"),
+        slow("fsdp=2,activations.batch=none", "moves the batch axes"),
         ("fsdp=2,params.layers=fsdp,params.embed=none", "splits the stack"),
     ],
 )

@@ -35,7 +35,7 @@ def by_loop(logits, capacity, draws):
     return combine, balance
 
 
-@pytest.mark.parametrize("capacity", [slow(3), 16, 2 * T])
+@pytest.mark.parametrize("capacity", [slow(3), slow(16), 2 * T])
 def test_gates_are_those_of_a_loop(capacity):
     logits = np.random.default_rng(0).normal(size=(T, E)).astype(np.float32)
     key = jax.random.key(1)

@@ -213,7 +213,7 @@ def test_other_errors_of_a_model_pass_unchanged():
     assert not isinstance(error.value, LayoutError)
 
 
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+@pytest.mark.parametrize("spec", [slow(P("data")), P(None, "data")])
 def test_a_constraint_over_axes_of_shard_map(spec):
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -63,7 +63,7 @@ def plain_step(net, rate=0.1):
     nnx.update(net, jax.tree.map(lambda p, g: p - rate * g, state, gradients))
 
 
-@pytest.mark.parametrize("layers", ["", "layers"])
+@pytest.mark.parametrize("layers", [slow(""), "layers"])
 def test_a_module_trains_from_its_own_weights(layers):
     net, own = Net(nnx.Rngs(7)), Net(nnx.Rngs(7))
     program = lower(meshpar.from_nnx(net, loss, layers=layers))

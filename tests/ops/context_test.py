@@ -96,7 +96,7 @@ def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
     assert_equal(with_gradients(run, qkv(kv_heads)), expected(kv_heads))
 
 
-@pytest.mark.parametrize(("head_dim", "rank"), [(H, 3), (128, 4)])
+@pytest.mark.parametrize(("head_dim", "rank"), [slow(H, 3), (128, 4)])
 def test_heads_that_tpus_would_pad_are_gathered_side_by_side(head_dim, rank):
     arrays = [jnp.tile(x, head_dim // H) for x in qkv(2)]
     run = mapped(context.attention, "context=2")
@@ -118,7 +118,7 @@ def test_heads_that_tpus_would_pad_are_gathered_side_by_side(head_dim, rank):
         slow("context=4,context_mode=ring,context_order=contiguous", 2),
         ("context=4,context_mode=ring,context_order=striped", 8),
         slow("context=8,context_mode=ring,context_heads=2", 8),
-        ("context=8,context_mode=ring,context_heads=4,context_order=striped", 1),
+        slow("context=8,context_mode=ring,context_heads=4,context_order=striped", 1),
         slow("context=4,tensor=2,context_mode=ring,context_heads=2", 2),
     ],
 )
@@ -176,7 +176,7 @@ def test_documents_and_windows_are_kept(options, window):
     assert_equal(results, with_gradients(by_hand, arrays))
 
 
-@pytest.mark.parametrize("mode", ["allgather", "ring"])
+@pytest.mark.parametrize("mode", ["allgather", slow("ring")])
 def test_queries_in_blocks_change_nothing(mode, monkeypatch):
     """Long parts are computed some queries at a time."""
     for file in (gathered, visits):

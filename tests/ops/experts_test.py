@@ -140,7 +140,7 @@ def test_experts_in_another_order_give_the_same_outputs(config):
     np.testing.assert_array_equal(after.load, before.load[order])
 
 
-@pytest.mark.parametrize("dispatched", [run_with_capacity, run_dropless])
+@pytest.mark.parametrize("dispatched", [slow(run_with_capacity), run_dropless])
 def test_rows_without_a_token_reach_no_output(dispatched):
     """Whatever experts make of them: numbers that are none, in both passes."""
     x, router = normal(0, B, L, D), normal(4, D, E)

@@ -175,8 +175,8 @@ def test_an_extra_gather_shows_beside_those_of_megatron(monkeypatch):
 @pytest.mark.parametrize(
     "layout, lowering",
     [
-        ("fsdp=2,tensor=4", "jit"),
-        ("fsdp=2,tensor=4,activations.residual_length=none", "shard_map"),
+        slow("fsdp=2,tensor=4", "jit"),
+        slow("fsdp=2,tensor=4,activations.residual_length=none", "shard_map"),
         ("fsdp=2,tensor=4,params.mlp=none,params.heads=none,params.kv_heads=none", ""),
     ],
 )

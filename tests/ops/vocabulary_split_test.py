@@ -71,7 +71,7 @@ def outside(layout, **fields):
     )
 
 
-@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("block", [0, slow(4)])
 def test_moves_are_those_of_megatron_whatever_the_block(block):
     whole = BATCH // 2 * LENGTH * 32 * 4
     token = BATCH // 2 * LENGTH * 4
@@ -101,7 +101,7 @@ def test_pipelines_run_them_in_every_tick():
     "layout",
     [
         "tensor=2,params.vocab=none,activations.vocab=none",
-        "tensor=2,activations.residual_length=none",
+        slow("tensor=2,activations.residual_length=none"),
     ],
 )
 def test_elsewhere_the_compiler_moves_them_within_a_bound(layout):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.marks import slow
 
 from meshpar import layouts
 from meshpar.layouts.axes import PIPE
@@ -55,7 +56,7 @@ def test_outside_a_layout_they_are_the_plain_functions():
 
 @pytest.mark.parametrize(
     "loss, plain",
-    [(by_logits, by_logits), (masked, masked), (by_blocks, at_once)],
+    [slow(by_logits, by_logits), (masked, masked), slow(by_blocks, at_once)],
 )
 def test_a_split_vocabulary_gives_the_same_loss_and_gradient(loss, plain):
     layout = layouts.parse(f"pipe={STAGES},vocab=pipe")

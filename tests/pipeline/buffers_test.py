@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from support.marks import slow
 from support.tiny_models import lower
 from support.tpu_programs import tpu
 
@@ -31,7 +32,9 @@ def test_the_dim_that_fills_whole_tiles_varies_fastest(shape, order):
     assert buffers._order(shape).major_to_minor == order
 
 
-@pytest.mark.parametrize("beside, diverges", [("data=2", True), ("context=2", False)])
+@pytest.mark.parametrize(
+    "beside, diverges", [slow("data=2", True), ("context=2", False)]
+)
 def test_what_conditionals_save_for_others_has_one_order(beside, diverges, monkeypatch):
     """Stages with collectives of their own run in lock step, without conditionals."""
     monkeypatch.setattr(buffers, "traced_platform", lambda: platform.TPU)

@@ -6,6 +6,7 @@ import optax
 import pytest
 from optax import contrib
 from support.biased_model import lower, train, train_plainly
+from support.marks import slow
 from support.tiny_models import host, relative_error
 
 from meshpar.errors import LayoutError
@@ -53,14 +54,14 @@ def probed(optimizer, depth, stages, chunks, width):
     "optimizer, reordered, padded",
     [
         (ADAM, "", ""),
-        (optax.lamb(0.1), "", ""),
+        slow(optax.lamb(0.1), "", ""),
         (optax.clip_by_global_norm(1.0), "", ""),
         (RMS, "", "layers/w"),
         (optax.chain(ADAM, optax.clip_by_block_rms(1e-3)), "", "layers/w"),
-        (optax.MultiSteps(RMS, 40), "", "layers/w"),
-        (NOISE, "layers/w", "layers/w"),
+        slow(optax.MultiSteps(RMS, 40), "", "layers/w"),
+        slow(NOISE, "layers/w", "layers/w"),
         # Its scale is that of the shape, if layers are fewer than their width.
-        (contrib.muon(0.1), "", "layers/v"),
+        slow(contrib.muon(0.1), "", "layers/v"),
     ],
 )
 def test_the_probe_tells_reordering_from_padding(optimizer, reordered, padded):

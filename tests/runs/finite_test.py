@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 from meshpar.islands import program as islands_program
@@ -25,7 +26,7 @@ def lowered(layout, mode):
     )
 
 
-@pytest.mark.parametrize("field", ["anchor", "snapshot"])
+@pytest.mark.parametrize("field", [slow("anchor"), "snapshot"])
 def test_weights_that_travel_between_replicas(field):
     mode = meshpar.LocalSGD(period=4, staleness=1)
     program = lowered("replica=2", mode)

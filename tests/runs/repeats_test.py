@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 from meshpar.errors import ConfigError
@@ -149,7 +150,7 @@ def test_a_file_that_reads_a_clock_when_it_is_imported_is_found_when_it_goes_on(
     assert "the run trains in another way:\n  data: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes", ["the loss", "nothing"])
+@pytest.mark.parametrize("changes", ["the loss", slow("nothing")])
 def test_another_step_of_the_same_file_is_a_warning(changes, tmp_path, capsys):
     assert trainer(tmp_path, changes).run() == 0
     assert trainer(tmp_path, changes).run() == 0
