@@ -161,7 +161,7 @@ SEGMENTS = np.repeat([[0, 1, 2, 2], [3, 3, 4, 1]], [5, 9, 11, 7], axis=1)
         slow("context=4,context_order=striped"),
         "context=4,context_mode=ulysses",
         slow("context=4,context_mode=ring"),
-        "context=4,context_mode=ring,context_heads=2",
+        slow("context=4,context_mode=ring,context_heads=2"),
         "data=2,context=2,tensor=2,context_mode=ring,context_order=contiguous",
     ],
 )

@@ -44,7 +44,7 @@ LAYOUTS = [
         "capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,params.embed=fsdp+expert"
     ),
     slow("dropless expert=8"),
-    "dropless expert=2,fsdp=4,zero=2",
+    slow("dropless expert=2,fsdp=4,zero=2"),
     slow("dropless fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert jit"),
     slow("dropless pipe=2,expert=4,microbatches=4,virtual_stages=2"),
     slow("capacity expert=2,context=4,remat=experts"),
@@ -101,7 +101,7 @@ def test_every_layout_equals_one_device(case):
 
 
 @pytest.mark.parametrize(
-    "layout", ["tensor=2", slow("data=2,tensor=2"), slow("fsdp=2,tensor=2")]
+    "layout", ["fsdp=2,expert=2,tensor=2", slow("tensor=2"), slow("data=2,tensor=2")]
 )
 def test_experts_without_a_gate_train_as_in_a_plain_loop(layout):
     sizes = dict(kv_heads=4, mlp=32, num_experts=4, routing="dropless")

@@ -100,7 +100,6 @@ LAYOUTS = {
 
 DEFAULT = {
     ("bonsai", "pipe=2,microbatches=4,axes.tp=tensor", "sgd"),
-    ("peft", "fsdp=2,tensor=2,allow=lora", "adam"),
     ("explicit_jit", f"data=2,fsdp=2,tensor=2,{OWN_AXES}", "sgd"),
 }
 """Rows that run by default; `-m slow` runs all others."""

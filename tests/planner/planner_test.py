@@ -59,9 +59,9 @@ def candidates(facts):
 
 
 EQUAL_TO_A_LOWERED_PROGRAM = (
-    "data=2,fsdp=4,zero=1",
     "fsdp=2,tensor=4,remat=full,layers=3*fsdp+5*tensor",
     # With -m slow:
+    "data=2,fsdp=4,zero=1",
     "pipe=4,data=2,microbatches=4,schedule=interleaved,virtual_stages=2",
     "pipe=2,fsdp=4,microbatches=2,partition=5/3",
     "data=2,fsdp=4",
@@ -78,7 +78,7 @@ def hops(kind, n):
     return 2 * one_way if kind == "all_reduce" else one_way
 
 
-@pytest.mark.parametrize("text", first(2, EQUAL_TO_A_LOWERED_PROGRAM))
+@pytest.mark.parametrize("text", first(1, EQUAL_TO_A_LOWERED_PROGRAM))
 def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
     candidate = candidates.candidate(parse(text))
     program = lower(text, standard_model())
