@@ -16,6 +16,7 @@ ROOMS = (
     *(
         "arrays",
         "errors",
+        "once",
         "compat",
         "settings",
         "units",

@@ -59,7 +59,7 @@ def programs(last: int, predictor: Predictor) -> list[Compiled]:
 
 
 class Numbers(NamedTuple):
-    """What is fitted.
+    """The numbers that a fit finds.
 
     Attributes:
       factors: of all chips.

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.refusals.combination import PipelineTraits
+from meshpar.once import Once
 from meshpar.pipeline.partition import Partition, make_partition
 from meshpar.schedules.published import SCHEDULES, Maker, make_schedule
 from meshpar.schedules.table import Schedule
@@ -59,10 +59,8 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
     # A custom schedule may be registered again under its name.
     maker, name = SCHEDULES.get(layout.schedule), layout.schedule
     locked = _needs_lock_step(layout)
-    found = _spec_or_error(maker, name, *counts, layout.partition, depth, locked)
-    if isinstance(found, LayoutError):
-        raise found.with_traceback(None)
-    return found
+    args = maker, name, *counts, layout.partition, depth, locked
+    return _specs.of(args, lambda: _make_spec(*args))
 
 
 def _needs_lock_step(layout: Layout) -> bool:
@@ -88,13 +86,8 @@ def pipeline_traits(layout: Layout, depth: int) -> PipelineTraits:
     )
 
 
-@functools.lru_cache(maxsize=512)
-def _spec_or_error(*args: Any) -> PipelineSpec | LayoutError:
-    """`_make_spec`, or what it raises, once for layouts with equal pipelines."""
-    try:
-        return _make_spec(*args)
-    except LayoutError as error:
-        return error
+_specs = Once(512)
+"""Specs by the arguments of `_make_spec`, once for layouts with equal pipelines."""
 
 
 def _make_spec(

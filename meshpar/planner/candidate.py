@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -32,7 +32,8 @@ from meshpar.mesh.machine import Machine
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.model import Model
 from meshpar.models.model_checks import CheckedParts
-from meshpar.models.row_dims import RowDims, row_dims
+from meshpar.models.row_dims import row_dims
+from meshpar.once import Once
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
@@ -98,9 +99,7 @@ class Candidates:
           machine: that it trains on.
         """
         self.facts, self.machine = facts, machine
-        self._meshes: dict[tuple, Mesh | LayoutError] = {}
-        self._plans: dict[tuple, Plan | LayoutError] = {}
-        self._row_dims: dict[tuple, RowDims | LayoutError] = {}
+        self._meshes, self._plans, self._row_dims = Once(), Once(), Once()
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
         self._moves = LayerMoves(facts)
         self._last: tuple[tuple, dict[bool, _Shared]] = (), {}
@@ -166,7 +165,7 @@ class Candidates:
         """Refuses layers that split rows, if activations do not allow it."""
         model, why = self.facts.model, f"layers={ROWS}"
         args = model.layered, model.params, self.facts.batch, why
-        _kept(self._row_dims, (), lambda: row_dims(*args))
+        self._row_dims.of((), lambda: row_dims(*args))
 
     def _lowering(self, layout: Layout) -> ShardMapLowering:
         """The lowering of a layout, of which nothing is traced."""
@@ -186,7 +185,7 @@ class Candidates:
     def _mesh(self, layout: Layout) -> Mesh:
         """The mesh of a layout; layouts of the same sizes share it, or its refusal."""
         key = *layout.sizes.values(), layout.allow
-        return _kept(self._meshes, key, lambda: make_mesh(layout, self.machine.devices))
+        return self._meshes.of(key, lambda: make_mesh(layout, self.machine.devices))
 
     def _plan(
         self, layout: Layout, model: Model, mesh: Mesh, spec: PipelineSpec | None
@@ -196,7 +195,7 @@ class Candidates:
         key = (*layout.sizes.values(), layout.zero_level, layout.vocab, chunks)
         key = *key, layout.params, layout.paths, layout.allow, layout.min_shard_size
         key = *key, layout.offload
-        plan = _kept(self._plans, key, lambda: self._new_plan(layout, model, mesh))
+        plan = self._plans.of(key, lambda: self._new_plan(layout, model, mesh))
         return dataclasses.replace(plan, layout=layout)
 
     def _new_plan(self, layout: Layout, model: Model, mesh: Mesh) -> Plan:
@@ -236,15 +235,3 @@ class Candidates:
             return 0
         loop = lowering.runner.loop
         return loop.num_activation_sends + loop.num_gradient_sends
-
-
-def _kept(found: dict[tuple, Any], key: tuple, make: Callable[[], Any]) -> Any:
-    """A cached result of `make`; a LayoutError that it raised is raised again."""
-    if key not in found:
-        try:
-            found[key] = make()
-        except LayoutError as error:
-            found[key] = error
-    if isinstance(found[key], LayoutError):
-        raise found[key].with_traceback(None)
-    return found[key]
