@@ -154,7 +154,7 @@ _IDLE_GPU = 1e-4
 """Seconds between kernels in each pass over a layer: 3.7 to 7 ms were measured in steps
 of 22 and 28 layers (docs/performance.md)."""
 
-NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
+NARROW = {"v5e": 0.76, "v5p": 2.39, "v6e": 2.05}
 """{chip: how many times as long at its peak narrow matmuls take in addition}.
 
 For v5e, v5p and v6e both are fitted to the cycles that their compilers state
