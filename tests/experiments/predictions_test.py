@@ -11,10 +11,14 @@ from support.tiny_runs import ROOT
 
 from experiments.benchmarks import compiled_programs, predictions
 from experiments.benchmarks.program_cases import CASES, EXHAUSTIVE
+from meshpar.planner.uncertainty import MEASURED, kind_of
 
-BOUNDS = {"0.10": (0.025, 0.05, 0.03, 0.14), "0.12": (0.02, 0.08, 0.025, 0.05)}
-"""{installed line of jax: mean and largest error of programs that it compiled, and of
-those that the other line compiled}."""
+BOUNDS = {"0.10": (0.025, 0.03), "0.12": (0.02, 0.025)}
+"""{installed line of jax: mean error of programs that it compiled, and of those of the
+other line}."""
+
+ROUNDED = 0.005
+"""By how much the ends of ranges are rounded."""
 
 
 TPU_CASES = [c for c in CASES if not c.topology.startswith("h100")]
@@ -71,10 +75,23 @@ def test_predicted_memory_is_close_to_that_of_compiled_programs(rows, least_numb
         assert row.compiled.violations == 0
     assert len(own) + len(others) >= least_number["programs"]
     assert len(own) >= least_number["own"]
-    mean, most, mean_of_others, most_of_others = BOUNDS[line]
+    mean, mean_of_others = BOUNDS[line]
     assert np.abs(own).mean() < mean and np.abs(others).mean() < mean_of_others
-    assert -0.03 < min(own) and max(own) < most
-    assert -0.03 < min(others) and max(others) < most_of_others
+    assert -0.045 < min(own + others) and max(own + others) < 0.115
+
+
+@pytest.mark.skipif(
+    jax.__version__.startswith("0.10"), reason="The ranges are of newer traces."
+)
+def test_programs_lie_within_the_ranges_that_plans_state(rows):
+    for row in rows:
+        known = MEASURED[row.platform, kind_of(row.candidate.layout)]
+        ratios = [(known.memory, 1 / (1 + row.error))]
+        if row.compiled.seconds is not None:
+            ratios.append((known.seconds, row.compiled.seconds / row.seconds))
+        for stated, found in ratios:
+            within = stated.low - ROUNDED <= found <= stated.high + ROUNDED
+            assert within, (str(row.compiled.case), stated, found)
 
 
 def test_predicted_times_have_the_order_of_the_compilers(rows, least_number):
