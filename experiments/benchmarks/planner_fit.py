@@ -74,7 +74,7 @@ class Numbers(NamedTuple):
         free = [x for n, x in self.factors._asdict().items() if n not in _KEPT]
         return np.array([*free, *self.narrow.values()])
 
-    def changed(self, flat: np.ndarray) -> "Numbers":
+    def changed(self, flat: Sequence[float] | np.ndarray) -> "Numbers":
         """These numbers, with the values of `flat`."""
         free = [n for n in Factors._fields if n not in _KEPT]
         factors = self.factors._replace(**dict(zip(free, flat, strict=False)))

@@ -11,13 +11,13 @@ def equation_flops(eqn: Any) -> float:
     products with the zeros in the holes.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name == "dot_general":
-        products = _contracted(eqn, params["dimension_numbers"])
-    elif name.startswith("ragged_dot"):
-        numbers = params["ragged_dot_dimension_numbers"]
-        products = _contracted(eqn, numbers.dot_dimension_numbers)
-        (contracted, _), _ = numbers.dot_dimension_numbers
-        if set(numbers.lhs_ragged_dimensions) & set(contracted):
+    if name == "dot_general" or name.startswith("ragged_dot"):
+        ragged = params.get("ragged_dot_dimension_numbers")
+        dims = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+        (contracted, _), _ = dims
+        shape = eqn.invars[0].aval.shape
+        products = math.prod(shape[dim] for dim in contracted)
+        if ragged and set(ragged.lhs_ragged_dimensions) & set(contracted):
             products /= eqn.invars[2].aval.shape[-1]  # Each group has rows of its own.
     elif name == "conv_general_dilated":
         spec = params["dimension_numbers"].rhs_spec
@@ -26,9 +26,3 @@ def equation_flops(eqn: Any) -> float:
     else:
         return 0.0
     return 2.0 * eqn.outvars[0].aval.size * products
-
-
-def _contracted(eqn: Any, numbers: Any) -> float:
-    """Products that are added up for each number of a matmul's result."""
-    (contracted, _), _ = numbers
-    return math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
