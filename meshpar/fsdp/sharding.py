@@ -81,6 +81,7 @@ class ManualSharding:
         """Whether the tensor cannot share a bucket: more than one dim is split."""
         return len(self.splits) > 1
 
+    @functools.cached_property
     def layer(self) -> "ManualSharding":
         """The sharding of one layer of a stack."""
         splits = tuple((dim - 1, axes) for dim, axes in self.splits)

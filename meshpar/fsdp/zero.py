@@ -89,7 +89,7 @@ class Zero:
     def layer_shardings(self) -> dict[str, ManualSharding]:
         """{path: how manual axes split one layer of the tensor}, for the stack."""
         stack = self.layered.split(self.shardings)[1]
-        return {path: sharding.layer() for path, sharding in stack.items()}
+        return {path: sharding.layer for path, sharding in stack.items()}
 
     @functools.cached_property
     def prefetched(self) -> frozenset[str]:

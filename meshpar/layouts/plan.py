@@ -6,8 +6,8 @@ that decided them, and its bytes per device. `resolve.make_plan` makes it.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,6 +16,7 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.axes import is_held
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import follows_load
+from meshpar.once import Once
 
 HOST_MEMORY = "pinned_host"
 """The kind of memory, as jax names it, that devices copy from and to by themselves."""
@@ -87,10 +88,6 @@ class LeafPlan:
         )
 
 
-def _bytes(leaves: Iterable[LeafPlan]) -> int:
-    return sum(leaf.bytes_per_device for leaf in leaves)
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A layout resolved for one model and optimizer.
@@ -141,6 +138,20 @@ class Plan:
             if not follows_load(self.gradients[path].names)
         }
 
+    def of_layout(self, layout: Layout) -> Self:
+        """The plan of another layout that shards every leaf alike.
+
+        What depends on the leaves alone is made once for both.
+        """
+        other = dataclasses.replace(self, layout=layout)
+        vars(other)["of_leaves"] = self.of_leaves
+        return other
+
+    @functools.cached_property
+    def of_leaves(self) -> Once:
+        """Results that depend on the leaves, a mesh and their key alone."""
+        return Once()
+
     def bytes_per_device(self) -> dict[str, int]:
         """{kind: bytes} on one device, exact.
 
@@ -155,15 +166,27 @@ class Plan:
             "gradients": self.gradients.values(),
             "synchronization": self.synchronization,
         }
-        return {kind: _bytes(plans) for kind, plans in leaves.items()}
+        return self._bytes("bytes_per_device", leaves)
 
     def host_bytes(self) -> dict[str, int]:
         """{kind: bytes} of one device's shards that live in host memory, exact."""
         leaves = {"parameters": self.parameters.values(), "optimizer": self.optimizer}
-        return {
-            kind: _bytes(leaf for leaf in plans if leaf.on_host)
-            for kind, plans in leaves.items()
-        }
+        return self._bytes("host_bytes", leaves, lambda leaf: leaf.on_host)
+
+    def _bytes(
+        self,
+        name: str,
+        leaves: dict[str, Iterable[LeafPlan]],
+        counts: Callable[[LeafPlan], bool] = lambda _: True,
+    ) -> dict[str, int]:
+        """{kind: bytes of one device's shards} of the leaves that count."""
+        return self.of_leaves.of(
+            name,
+            lambda: {
+                kind: sum(leaf.bytes_per_device for leaf in plans if counts(leaf))
+                for kind, plans in leaves.items()
+            },
+        )
 
     def __str__(self) -> str:
         lines = [f"layout {self.layout}"]

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -51,6 +51,15 @@ from meshpar.replicated import map_rows, num_rows
 from meshpar.rows import opaque
 
 
+def _of_leaves(make: Callable) -> functools.cached_property:
+    """A property that `Frame.of_leaves` keeps."""
+
+    def shared(frame: "Frame") -> Any:
+        return frame.of_leaves(make.__name__, lambda: make(frame))
+
+    return functools.cached_property(functools.update_wrapper(shared, make))
+
+
 @dataclasses.dataclass(frozen=True)
 class Frame:
     """Axes, specs and functions that the parts of one shard_map program share.
@@ -70,6 +79,14 @@ class Frame:
     stage_axes: tuple[str, ...] = ()
     row_axes: tuple[str, ...] = ()
     draws: Draws = Draws()
+
+    def of_leaves(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Makes once what depends on leaves, mesh, manual axes and a key alone.
+
+        Frames of plans that share their leaves (`Plan.of_layout`) share it.
+        """
+        key = key, self.mesh, self.stage_axes, self.row_axes
+        return self.plan.of_leaves.of(key, make)
 
     @functools.cached_property
     def over_rows(self) -> "Frame":
@@ -92,7 +109,7 @@ class Frame:
         """The axes of the shard_map; all others stay automatic."""
         return (*self.stage_axes, *self.batch_axes)
 
-    @functools.cached_property
+    @_of_leaves
     def held(self) -> dict[str, Spec]:
         """{path: manual axes along which each device computes with its part}, by dim.
 
@@ -114,12 +131,12 @@ class Frame:
         """The manual axes, and the axis of replicas around them."""
         return (*self.replica_axes, *self.manual_axes)
 
-    @functools.cached_property
+    @_of_leaves
     def transports(self) -> Transports:
         """How weights and gradients move."""
         return transports_for(self.mesh, self.batch_axes)
 
-    @functools.cached_property
+    @_of_leaves
     def specs(self) -> dict[str, PartitionSpec]:
         """{path: spec} of parameters over the manual axes alone."""
         manual = set(self.manual_axes)
@@ -130,7 +147,7 @@ class Frame:
             for path, leaf in self.plan.parameters.items()
         }
 
-    @functools.cached_property
+    @_of_leaves
     def shardings(self) -> dict[str, ManualSharding]:
         """{path: how manual axes split it} of parameters and gradients.
 
@@ -271,12 +288,16 @@ class Frame:
           dtype: another dtype, such as that of sums.
         """
         wire, weights = self.transports.wire_dtype, self.plan.weights
-        return {
-            path: jax.ShapeDtypeStruct(shape, dtype or wire(weights[path].dtype))
-            for path, shape in self._stage_shapes.items()
-        }
 
-    @functools.cached_property
+        def make() -> Shapes:
+            return {
+                path: jax.ShapeDtypeStruct(shape, dtype or wire(weights[path].dtype))
+                for path, shape in self._stage_shapes.items()
+            }
+
+        return self.of_leaves(("stage_weights", dtype), make)
+
+    @_of_leaves
     def _stage_shapes(self) -> dict[str, tuple[int, ...]]:
         """{path: shape of the whole weight of one device's layers and experts}."""
         return {
@@ -287,15 +308,19 @@ class Frame:
             for path, leaf in self.plan.weights.items()
         }
 
-    def stage_shards(self, weights: Shapes) -> Shapes:
-        """The shards that the manual axes make of `stage_weights`."""
-        shards = {}
-        for path, x in weights.items():
-            shape = list(x.shape)
-            for dim, axes in self.shardings[path].splits:
-                shape[dim] //= self.ways(axes)
-            shards[path] = x.update(shape=tuple(shape))
-        return shards
+    def stage_shards(self, dtype: Any = None) -> Shapes:
+        """The shards that the manual axes make of `stage_weights(dtype)`."""
+
+        def make() -> Shapes:
+            shards = {}
+            for path, x in self.stage_weights(dtype).items():
+                shape = list(x.shape)
+                for dim, axes in self.shardings[path].splits:
+                    shape[dim] //= self.ways(axes)
+                shards[path] = x.update(shape=tuple(shape))
+            return shards
+
+        return self.of_leaves(("stage_shards", dtype), make)
 
     def activations(self, batch: Any) -> list[jax.ShapeDtypeStruct]:
         """One device's microbatch between two layers, in the dtype that travels.

@@ -39,10 +39,10 @@ def declared_weights(
     yield from declared_gathers(zero, stack, sizes, passes)
     yield from declared_scatters(zero, trained, trained, sizes, passes)
     dtype = "float32" if frame.transports.widens else None
-    stack = frame.layered.split(rows.stage_weights(dtype))[1]
+    stack = frame.layered.split(rows.stage_shards(dtype))[1]
     whole = {
         path: x
-        for path, x in frame.plan.trained(rows.stage_shards(stack)).items()
+        for path, x in frame.plan.trained(stack).items()
         if TENSOR in zero.shardings[path].rest
     }
     why, runs = (

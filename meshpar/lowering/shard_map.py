@@ -205,15 +205,21 @@ class ShardMapLowering(Lowering):
           passes: those over the layers.
         """
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
-        dtype = self.runner.sums_dtype
-        weights = frame.stage_weights()
-        sums = weights if dtype is None else frame.stage_weights(dtype)
+        trained, dtype = self.plan.trained, self.runner.sums_dtype
+        weights, sums = frame.stage_weights(), frame.stage_weights(dtype)
         yield from declared_gathers(zero, weights, sizes, passes)
-        trained, sums = map(self.plan.trained, (weights, sums))
-        yield from declared_scatters(zero, trained, sums, sizes, passes)
+        gradients = trained(weights), trained(sums)
+        yield from declared_scatters(zero, *gradients, sizes, passes)
+        key = "declared all_reduces", dtype
+        yield from frame.of_leaves(key, lambda: [*self._replicated_gradients(dtype)])
+
+    def _replicated_gradients(self, dtype: Any) -> Iterator[DeclaredCollective]:
+        """Declares the all_reduces of gradients of a dtype."""
         why = "gradients, over the axes that replicate the tensor"
-        shards = frame.stage_shards(sums)
-        yield from declare_all_reduces(shards, zero.shardings, sizes, why)
+        shards = self.plan.trained(self.frame.stage_shards(dtype))
+        yield from declare_all_reduces(
+            shards, self.zero.shardings, self.mesh.shape, why
+        )
 
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""

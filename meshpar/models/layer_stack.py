@@ -135,8 +135,10 @@ class LayeredModel:
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(shared entries, entries of the stack) of {path: anything}."""
-        shared = {p: x for p, x in params.items() if not p.startswith(self.prefix)}
-        return shared, {p: x for p, x in params.items() if p not in shared}
+        shared, stack = {}, {}
+        for path, x in params.items():
+            (stack if path.startswith(self.prefix) else shared)[path] = x
+        return shared, stack
 
     def read_by_head_alone(
         self, shared: Params, batch: Any, key: Key

@@ -127,7 +127,7 @@ class PipelineRunner(Runner):
             return run.runs
         schedule = self.spec.schedule
         busy = schedule.num_microbatches * schedule.num_chunks
-        return busy / (1 - schedule.bubble())
+        return busy / (1 - self.spec.bubble)
 
     @property
     def sums_dtype(self) -> Any:

@@ -34,6 +34,11 @@ class PipelineSpec:
         return compile_schedule(self.schedule)
 
     @functools.cached_property
+    def bubble(self) -> float:
+        """The bubble of the schedule."""
+        return self.schedule.bubble()
+
+    @functools.cached_property
     def evaluation_tables(self) -> Tables:
         """The schedule in lock step, of which evaluation runs the forward passes."""
         if not self.schedule.diverges:

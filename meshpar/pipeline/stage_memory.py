@@ -40,15 +40,21 @@ def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
     Both are whole over the batch axes, except for experts, which are held, for the
     stack's weights under zero=3, and for its gradients where ticks reduce them.
     """
+    in_ticks = zero.gathers_layers, zero.reduces_early
+    key = stage_bytes.__name__, in_ticks
+    return frame.of_leaves(key, lambda: _stage_bytes(frame, *in_ticks))
+
+
+def _stage_bytes(frame: Frame, gathers: bool, reduces: bool) -> tuple[int, int]:
+    """`stage_bytes`, if ticks gather weights and reduce gradients, or not."""
     weights = gradients = 0
     shared, whole = frame.layered.split(frame.plan.weights)[0], frame.plan.parameters
     for path, leaf in frame.plan.weights.items():
         in_ticks = path not in shared
-        spec = leaf.spec if in_ticks and zero.gathers_layers else leaf.held
+        spec = leaf.spec if in_ticks and gathers else leaf.held
         weights += _elements(frame, leaf, spec) * jnp.dtype(leaf.dtype).itemsize
         if path in frame.plan.gradients:
-            reduced = in_ticks and zero.reduces_early
-            spec = whole[path].spec if reduced else leaf.held
+            spec = whole[path].spec if in_ticks and reduces else leaf.held
             gradients += 4 * _elements(frame, leaf, spec)
     return weights, gradients
 

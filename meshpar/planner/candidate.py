@@ -116,7 +116,7 @@ class Candidates:
                 return self.candidate(dataclasses.replace(layout, vocab=PIPE))
         layout.check_batch_size(facts.rows)
         shared = self._shared(layout)
-        plan = dataclasses.replace(shared.lowering.plan, layout=layout)
+        plan = shared.lowering.plan.of_layout(layout)
         # Its runner has the `remat` of another layout, which nothing here reads.
         lowering = dataclasses.replace(shared.lowering, plan=plan)
         rows = facts.rows / layout.num_token_shards / layout.microbatches
@@ -196,7 +196,7 @@ class Candidates:
         key = *key, layout.params, layout.paths, layout.allow, layout.min_shard_size
         key = *key, layout.offload
         plan = self._plans.of(key, lambda: self._new_plan(layout, model, mesh))
-        return dataclasses.replace(plan, layout=layout)
+        return plan.of_layout(layout)
 
     def _new_plan(self, layout: Layout, model: Model, mesh: Mesh) -> Plan:
         facts = self.facts

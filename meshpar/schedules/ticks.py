@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshpar.schedules.table import Op, Schedule
+from meshpar.schedules.table import Schedule
 
 
 class Columns(NamedTuple):
@@ -127,42 +127,103 @@ class Tables:
     diverges: bool
 
 
-Interval = tuple[int, int, Op]
-"""(first tick, last tick, operation) of a value that waits in a buffer."""
+class _Operations(NamedTuple):
+    """The operations of a schedule, in the order of `Schedule.ops`; int32 arrays [N].
+
+    Attributes:
+      microbatch: of each one.
+      chunk: of each one.
+      stage: of each one.
+      forward: tick of F.
+      backward: tick of B.
+      weight: tick of W; empty if the schedule does not split it off.
+      before: number of the operation whose output F reads; -1 if it is the embedding.
+      after: number of the operation that reads the output of F; -1 if it is the head.
+    """
+
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    stage: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    weight: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+
+    @classmethod
+    def of(cls, s: Schedule) -> "_Operations":
+        """The operations of a schedule."""
+        ops = list(s.ops())
+        numbers = {None: -1, **{op: i for i, op in enumerate(ops)}}
+        every = (
+            *zip(*ops, strict=True),
+            *([at[op] for op in ops if at] for at in (s.forward, s.backward, s.weight)),
+            *([numbers[of(op)] for op in ops] for of in (s.before, s.after)),
+        )
+        return cls(*(np.array(values, np.int32) for values in every))
+
+    def step(self, sender: np.ndarray, s: Schedule) -> np.ndarray:
+        """Stages from a sender to each operation, around a ring if it is no V."""
+        step, chunks = (x - x[sender] for x in (self.stage, self.chunk))
+        return step if s.folded else np.where(chunks, np.sign(chunks), step)
 
 
-def _intervals(s: Schedule) -> dict[str, list[list[Interval]]]:
-    """{buffer: intervals by stage} of every value that waits."""
-    intervals: dict[str, list[list[Interval]]] = {
-        buffer: [[] for _ in range(s.num_stages)]
-        for buffer in ("inputs", "saved", "gradients", "states")
+class _Waits(NamedTuple):
+    """The value of each operation that waits in one buffer; arrays [N].
+
+    Attributes:
+      start: tick in which it arrives.
+      end: tick in which the operation reads it.
+      waits: whether there is one.
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    waits: np.ndarray
+
+
+def _buffers(ops: _Operations) -> dict[str, _Waits]:
+    """{buffer: the values that wait in it}."""
+    forward, backward, weight = ops.forward, ops.backward, ops.weight
+    all_wait = np.full(forward.shape, True)
+    arrivals = np.where(ops.after < 0, forward, backward[ops.after] + 1)
+    states = (weight, all_wait) if weight.size else (backward, ~all_wait)
+    return {
+        "inputs": _Waits(forward[ops.before] + 1, forward, ops.before >= 0),
+        "saved": _Waits(forward, backward, all_wait),
+        "gradients": _Waits(arrivals, backward, all_wait),
+        "states": _Waits(backward, *states),
     }
-    for op in s.ops():
-        f, b, stage = s.forward[op], s.backward[op], op.stage
-        intervals["saved"][stage].append((f, b, op))
-        if before := s.before(op):
-            intervals["inputs"][stage].append((s.forward[before] + 1, f, op))
-        after = s.after(op)
-        arrival = s.backward[after] + 1 if after else f
-        intervals["gradients"][stage].append((arrival, b, op))
-        if s.weight:
-            intervals["states"][stage].append((b, s.weight[op], op))
-    return intervals
 
 
-def _colored(intervals: Iterable[Interval]) -> tuple[dict[Op, int], int]:
-    """The slot of each interval, and the number of slots, as few as possible."""
-    slots: dict[Op, int] = {}
+def _colored(waits: _Waits, stage: np.ndarray) -> tuple[np.ndarray, int]:
+    """The slot of each value, and the number of slots, as few as possible.
+
+    Every stage has slots of its own.
+    """
+    slots, most = np.zeros(waits.start.shape, np.int32), 0
+    for one in range(stage.max() + 1):
+        own = np.flatnonzero(waits.waits & (stage == one))
+        order = own[np.lexsort((own, waits.end[own], waits.start[own]))]
+        ticks = waits.start[order].tolist(), waits.end[order].tolist()
+        slots[order], count = _slots(zip(*ticks, strict=True))
+        most = max(most, count)
+    return slots, most
+
+
+def _slots(intervals: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
+    """The slot of each (first tick, last tick), in their order, and how many."""
+    slots: list[int] = []
     busy: list[tuple[int, int]] = []  # (last tick, slot), a heap like the next one.
     free: list[int] = []
     count = 0
-    for start, end, op in sorted(intervals):
+    for start, end in intervals:
         while busy and busy[0][0] < start:
             heapq.heappush(free, heapq.heappop(busy)[1])
         slot = heapq.heappop(free) if free else count
         count = max(count, slot + 1)
         heapq.heappush(busy, (end, slot))
-        slots[op] = slot
+        slots.append(slot)
     return slots, count
 
 
@@ -172,13 +233,9 @@ def compile_schedule(schedule: Schedule) -> Tables:
     A slot equal to the number of slots means "nowhere": the executor writes values that
     nothing reads to that extra slot.
     """
-    s = schedule
-    slots, counts = {}, {}
-    for buffer, stages in _intervals(s).items():
-        colored = [_colored(intervals) for intervals in stages]
-        slots[buffer] = {op: slot for by_op, _ in colored for op, slot in by_op.items()}
-        counts[buffer] = max(count for _, count in colored)
-
+    s, ops, slots, counts = schedule, _Operations.of(schedule), {}, {}
+    for buffer, waits in _buffers(ops).items():
+        slots[buffer], counts[buffer] = _colored(waits, ops.stage)
     shape = s.num_ticks, s.num_stages
     nowhere = {
         "f_saved": counts["saved"],
@@ -193,8 +250,7 @@ def compile_schedule(schedule: Schedule) -> Tables:
             for name in Columns._fields
         }
     )
-    for op in s.ops():
-        _fill(columns, s, op, slots)
+    _fill(columns, s, ops, slots)
     return Tables(
         columns,
         tuple(_phases(columns)),
@@ -206,42 +262,31 @@ def compile_schedule(schedule: Schedule) -> Tables:
     )
 
 
-def _step(s: Schedule, sender: Op, receiver: Op) -> int:
-    """Stages from a sender to a receiver, around a ring if the schedule is no V."""
-    step = receiver.stage - sender.stage
-    wraps = sender.chunk != receiver.chunk and not s.folded
-    return step if not wraps else (1 if receiver.chunk > sender.chunk else -1)
-
-
-def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
-    """Writes one operation into the tables."""
-    at = s.forward[op], op.stage  # Row and column of F.
-    columns.f_on[at] = 1
-    columns.f_microbatch[at], columns.f_chunk[at] = op.microbatch, op.chunk
-    columns.f_saved[at] = slots["saved"][op]
-    if before := s.before(op):
-        columns.f_input[at] = slots["inputs"][op]
-        arrivals = getattr(columns, ARRIVALS[_step(s, before, op)])
-        arrivals[s.forward[before], op.stage] = slots["inputs"][op]
-    else:
-        columns.first[at] = 1
-    if after := s.after(op):
-        arrivals = getattr(columns, GRADIENT_ARRIVALS[_step(s, after, op)])
-        arrivals[s.backward[after] + 1, op.stage] = slots["gradients"][op]
-    else:
-        columns.last[at] = 1
-        columns.head_gradient[at] = slots["gradients"][op]
-    at = s.backward[op], op.stage
-    columns.b_on[at] = 1
-    columns.b_microbatch[at], columns.b_chunk[at] = op.microbatch, op.chunk
-    columns.b_gradient[at] = slots["gradients"][op]
-    columns.b_saved[at] = slots["saved"][op]
-    columns.b_first[at] = s.before(op) is None
-    if s.weight:
-        columns.b_state[at] = slots["states"][op]
-        at = s.weight[op], op.stage
-        columns.w_on[at] = 1
-        columns.w_chunk[at], columns.w_state[at] = op.chunk, slots["states"][op]
+def _fill(
+    columns: Columns, s: Schedule, ops: _Operations, slots: dict[str, np.ndarray]
+) -> None:
+    """Writes all operations into the tables."""
+    c, stage, first, last = columns, ops.stage, ops.before < 0, ops.after < 0
+    at = ops.forward, stage  # Rows and columns of F.
+    c.f_on[at], c.f_microbatch[at], c.f_chunk[at] = 1, ops.microbatch, ops.chunk
+    c.f_saved[at], c.f_input[at] = slots["saved"], slots["inputs"]
+    c.first[at], c.last[at] = first, last
+    c.head_gradient[at] = np.where(last, slots["gradients"], c.head_gradient[at])
+    sent = ARRIVALS, ops.before, ops.forward, slots["inputs"]
+    back = GRADIENT_ARRIVALS, ops.after, ops.backward + 1, slots["gradients"]
+    for names, sender, ticks, places in (sent, back):
+        step = ops.step(sender, s)
+        for number, name in names.items():
+            own = (sender >= 0) & (step == number)
+            getattr(c, name)[ticks[sender[own]], stage[own]] = places[own]
+    at = ops.backward, stage
+    c.b_on[at], c.b_microbatch[at], c.b_chunk[at] = 1, ops.microbatch, ops.chunk
+    c.b_gradient[at], c.b_saved[at] = slots["gradients"], slots["saved"]
+    c.b_first[at] = first
+    if ops.weight.size:
+        c.b_state[at] = slots["states"]
+        at = ops.weight, stage
+        c.w_on[at], c.w_chunk[at], c.w_state[at] = 1, ops.chunk, slots["states"]
 
 
 _MOST_HEAD_PHASES = 2

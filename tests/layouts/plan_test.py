@@ -1,5 +1,7 @@
 """Plans: the sharding of each leaf, and every error of a layout that does not fit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -255,3 +257,15 @@ def test_several_axes_on_one_dim():
     plan = resolve("fsdp=4,tensor=2", params)
     assert plan.parameters["w"].partition_spec == P(("fsdp", "tensor"), None)
     assert plan.parameters["w"].bytes_per_device == 8 * 16 * 4 // 8
+
+
+def test_plans_share_their_sums_while_their_leaves_are_the_same():
+    plan = resolve("fsdp=4,microbatches=1")
+    sizes = plan.bytes_per_device()
+    other = plan.of_layout(layouts.parse("fsdp=4,microbatches=4"))
+    assert other.layout.microbatches == 4 and other.bytes_per_device() is sizes
+    leaves = plan.parameters
+    moved = {p: dataclasses.replace(leaf, on_host=True) for p, leaf in leaves.items()}
+    offloaded = dataclasses.replace(other, parameters=moved)
+    assert not any(other.host_bytes().values())
+    assert offloaded.host_bytes()["parameters"] == sizes["parameters"]
