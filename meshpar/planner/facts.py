@@ -22,7 +22,13 @@ from meshpar.layouts.axes import AXES
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
-from meshpar.layouts.remat import NONE, named_values
+from meshpar.layouts.remat import (
+    EXPERT_ROWS,
+    NONE,
+    REMAT_POLICIES,
+    lacks_values,
+    named_values,
+)
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_trace import (
     TracedLayer,
@@ -52,9 +58,6 @@ from meshpar.replicated import map_rows, num_rows, row_leaves
 
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
-
-_TOGETHER = NONE, "dots", "attention", "full"
-"""Policies that are traced at once, as a search needs all of them."""
 
 
 class Facts:
@@ -145,7 +148,7 @@ class Facts:
             if found := by_law(exchange, self.law_of, *own, _numbers):
                 self._traces[key] = found
         if key not in self._traces:
-            policies = traced_together(remat)
+            policies = self.traced_with(remat, exchange)
             few, many = (
                 trace_policies(*self._traced_with(rows, exchange), policies)
                 for rows in _ROWS
@@ -157,7 +160,7 @@ class Facts:
     def _deferred(self, remat: str, exchange: Layout) -> tuple[int, int]:
         """`TracedLayer.deferred` for each number of rows in `_ROWS`."""
         if (remat, exchange) not in self._sizes_deferred:
-            policies = traced_together(remat)
+            policies = self.traced_with(remat, exchange)
             few, many = (
                 trace_deferred(*self._traced_with(rows, exchange), policies)
                 for rows in _ROWS
@@ -165,6 +168,11 @@ class Facts:
             for policy in policies:
                 self._sizes_deferred[policy, exchange] = few[policy], many[policy]
         return self._sizes_deferred[remat, exchange]
+
+    def traced_with(self, remat: str, exchange: Layout) -> tuple[str, ...]:
+        """The policies that are traced with one: those that a search tries."""
+        tried = self.used.policies(exchange.expert > 1)
+        return tried if remat in tried else (remat,)
 
     def law_of(self, exchange: Layout) -> Law | None:
         """The law by which a layout of exchanges follows; None if it is traced."""
@@ -306,11 +314,6 @@ class Facts:
         return jax.tree.map(cast, tree)
 
 
-def traced_together(remat: str) -> tuple[str, ...]:
-    """The policies that are traced with one of them."""
-    return _TOGETHER if remat in _TOGETHER else (remat,)
-
-
 def _numbers(traced: tuple[TracedLayer, TracedLayer]) -> dict[tuple[int, str], float]:
     """{(index, name): bytes} of traces with few and with many rows."""
     return {
@@ -334,6 +337,15 @@ class UsedNames(NamedTuple):
     values: frozenset[str] = frozenset()
     vocabulary: bool = False
     heads: frozenset[int] = frozenset()
+
+    def policies(self, splits_experts: bool) -> tuple[str, ...]:
+        """Policies of rematerialization whose values a layer names.
+
+        Args:
+          splits_experts: whether devices exchange rows of experts, which names them.
+        """
+        given = self.values | ({EXPERT_ROWS} if splits_experts else set())
+        return NONE, *(x for x in REMAT_POLICIES if not lacks_values(x, given))
 
 
 def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:

@@ -20,7 +20,7 @@ from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_collectives import layer_collectives
 from meshpar.planner.exchanges import Law, by_law, exchange_of
-from meshpar.planner.facts import Facts, traced_together
+from meshpar.planner.facts import Facts
 
 _ROWS = 2
 """Rows of a device that are traced."""
@@ -116,7 +116,7 @@ class LayerMoves:
     def _traced(self, exchange: Layout, remat: str) -> dict[tuple, dict[_Kind, _Total]]:
         """{key of `_total`: totals} of the policies that are traced together."""
         facts, sizes = self._facts, tuple(exchange.sizes.values())
-        remats = traced_together(remat)
+        remats = facts.traced_with(remat, exchange)
         if math.prod(sizes) == 1:
             every = itertools.product((exchange,), remats, (False, True))
             return dict.fromkeys(every, {})

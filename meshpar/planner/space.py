@@ -29,13 +29,7 @@ from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
 from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
 from meshpar.layouts.pipeline_options import AUTO, EDGE, RESIDUALS
-from meshpar.layouts.remat import (
-    EXPERT_ROWS,
-    NONE,
-    REMAT_POLICIES,
-    keeps_matmuls,
-    lacks_values,
-)
+from meshpar.layouts.remat import keeps_matmuls
 from meshpar.layouts.wanted import Wanted
 from meshpar.models.model import Model
 from meshpar.planner.facts import UsedNames
@@ -210,8 +204,7 @@ def _options(
     }
     if sizes[CONTEXT] > 1:
         tried["context_mode"] = [ALLGATHER, ULYSSES]
-    given = used().values | ({EXPERT_ROWS} if sizes[EXPERT] > 1 else set())
-    remat = [NONE, *(x for x in REMAT_POLICIES if not lacks_values(x, given))]
+    remat = used().policies(sizes[EXPERT] > 1)
     uses = [FEATURES, ROWS] if _is_possible(**sizes, layers=ROWS) else [FEATURES]
     # Layouts that differ in `remat` alone follow each other: they share most costs.
     tried_in_layers = {"layers": uses, "remat": remat}

@@ -43,8 +43,10 @@ def facts(**kinds):
 def test_a_layout_that_is_not_traced_holds_and_moves_what_its_trace_says(
     layout, kinds, monkeypatch
 ):
-    for module in (planner_facts, layer_moves):  # No policy but that of the layout.
-        monkeypatch.setattr(module, "traced_together", lambda remat: (remat,))
+    # No policy but that of the layout.
+    monkeypatch.setattr(
+        planner_facts.Facts, "traced_with", lambda _, remat, __: (remat,)
+    )
     layout, own = parse(layout), facts(**kinds)
     scaled, moved = own.layer(layout, 1.0, 1), moves(own, layout)
     monkeypatch.setattr(planner_facts, "law_of", lambda *_: None)
