@@ -47,8 +47,6 @@ class Chip:
       torus_dims: dims of the torus that the chips form; 0 if a switch connects them.
       tile: rows and columns of a float32 tile; (1, 1) if arrays are not padded.
       gathers_beside_compute: whether the compiler overlaps an all_gather with compute.
-      allocates_early: whether the compiler may give memory to what a part of a program
-        saves while an earlier part runs that needs as much; true unless seen otherwise.
       xla_target: target configuration in protobuf text, if the compiler needs one.
       libtpu_config: chip configuration for topologies, if the default one differs from
         real machines. By default v4 has two devices per chip; real v4s have one.
@@ -66,7 +64,6 @@ class Chip:
     clock_rate: float
     tile: tuple[int, int] = (8, 128)
     gathers_beside_compute: bool = True
-    allocates_early: bool = True
     host_bandwidth: float = 15e9
     slice_bandwidth: float = 6.25e9
     link_latency: float = 1e-6
@@ -165,7 +162,6 @@ _TPUS = (
         num_links=6,
         torus_dims=3,
         gathers_beside_compute=False,
-        allocates_early=False,
     ),
     Chip(
         "v6e",

@@ -149,7 +149,7 @@ class TickLoop:
         """Backward passes whose recomputed residuals have memory at the same time.
 
         A compiler unrolls a phase of one tick. It may give memory to its residuals
-        before the loop of an earlier phase begins (`Chip.allocates_early`).
+        before the loop of an earlier phase begins (`stage_memory.backward_buffers`).
         """
         ticks = [phase.stop - phase.start for phase in self.phases if phase.backward]
         return ticks.count(1) + any(count > 1 for count in ticks)

@@ -225,11 +225,9 @@ class PipelineRunner(Runner):
         layer = held.layer * self.layout.pipe
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
         if not self.saves_residuals:
-            saved += (
-                rows
-                * traced.saved
-                * stage_memory.backward_buffers(self.frame, self.loop)
-            )
+            of_program = self.frame, self.zero, self.loop
+            buffers = stage_memory.backward_buffers(*of_program)
+            saved += rows * traced.saved * buffers
         return self._held._replace(activations=saved, layer=layer)
 
     @functools.cached_property

@@ -71,10 +71,17 @@ def _elements(frame: Frame, leaf: LeafPlan, spec: Spec) -> int:
     return size // last * -(-last // lanes) * lanes if last >= lanes else size
 
 
-def backward_buffers(frame: Frame, loop: TickLoop) -> int:
-    """Backward passes whose recomputed residuals have memory at the same time."""
+def backward_buffers(frame: Frame, zero: Zero, loop: TickLoop) -> int:
+    """Backward passes whose recomputed residuals have memory at the same time.
+
+    A tick outside of all loops has residuals of its own. Compilers that run gathers
+    beside compute give them memory before the loop of an earlier phase begins, unless
+    layers move something forward (programs of v4 to v6e, libtpu 0.0.50.1).
+    """
+    layout = frame.layout
+    moves = max(layout.tensor, layout.context, layout.expert) > 1 or zero.gathers_layers
     chip = chip_of(frame.mesh.devices.flat[0].device_kind)
-    early = chip is None or chip.allocates_early
+    early = (chip is None or chip.gathers_beside_compute) and not moves
     return loop.num_backward_buffers if early else min(1, loop.num_backward_buffers)
 
 
