@@ -6,8 +6,9 @@ Operations that are not known to do so are refused.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -32,13 +33,30 @@ class Part:
 
     Attributes:
       array: with size 1 along the batch; whole if the value has no batch.
-      dim: the dim of the batch; None if the value has none.
+      dim: the first dim of the batch; None if the value has none.
       constant: dims along which a value without a batch is the same everywhere.
+      span: dims of the batch, one after the other, such as those of layers and experts.
     """
 
     array: Array
     dim: int | None = None
     constant: frozenset[int] = frozenset()
+    span: int = 1
+
+    def like(self, array: Array, further: int = 0) -> "Part":
+        """A value with its batch so many dims further than here."""
+        dim = None if self.dim is None else self.dim + further
+        return Part(array, dim, span=self.span)
+
+    @property
+    def place(self) -> tuple[int | None, int]:
+        """Where the batch stands: its first dim, and how many there are."""
+        return self.dim, self.span
+
+    @property
+    def batch(self) -> range:
+        """The dims of the batch."""
+        return range(0) if self.dim is None else range(self.dim, self.dim + self.span)
 
 
 class OneOfBatch(Interpreter[Part]):
@@ -57,23 +75,24 @@ class OneOfBatch(Interpreter[Part]):
         name = eqn.primitive.name
         if name in CALLS:
             return self.call(eqn, operands)
-        dims = [x.dim for x in operands if x.dim is not None]
-        if not dims:
+        places = {x.place for x in operands if x.dim is not None}
+        if not places:
             arrays = compat.bind(eqn, [x.array for x in operands])
             constant = _constant_dims(eqn, operands)
             return [Part(x, None, constant) for x in arrays]
         if name == "scan":
             return self._scan(eqn, operands)
         if name in ELEMENTWISE and name != "sharding_constraint":
-            return _elementwise(eqn, operands, dims)
+            return _elementwise(eqn, operands, places)
         if name == "dot_general":
             return [_dot_general(eqn, *operands)]
         if name in _FACTORS:
-            ranks = (x.array.ndim for x in operands)
-            if len(dims) < len(operands) or set(dims) != {0} or min(ranks) < 3:
+            span = operands[0].span
+            of_matrices = all(x.array.ndim - span >= 2 for x in operands)
+            if {x.place for x in operands} != {(0, span)} or not of_matrices:
                 raise MixesBatchError(name)
             arrays = compat.bind(eqn, [x.array for x in operands])
-            return [Part(x, 0) for x in arrays]
+            return [Part(x, 0, span=span) for x in arrays]
         return [_moved(eqn, operands[0])]
 
     def _scan(self, eqn: Any, operands: list[Part]) -> list[Part]:
@@ -83,15 +102,14 @@ class OneOfBatch(Interpreter[Part]):
         carry, xs = rest[:num_carry], rest[num_carry:]
         if any(x.dim == 0 for x in xs):
             raise MixesBatchError("scan")
-        inner = [None if x.dim is None else x.dim - 1 for x in xs]
-        dims: list[int | None] = []
+        found: list[Part] = []
 
         def body(state: list[Array], slices: list[Array]) -> tuple[list, list]:
-            before = [Part(a, x.dim) for a, x in zip(state, carry, strict=True)]
-            own = [Part(a, dim) for a, dim in zip(slices, inner, strict=True)]
+            before = [x.like(a) for a, x in zip(state, carry, strict=True)]
+            own = [x.like(a, -1) for a, x in zip(slices, xs, strict=True)]
             parts = self.evaluate(eqn.params["jaxpr"], [*consts, *before, *own])
-            dims[:] = [x.dim for x in parts]
-            if dims[:num_carry] != [x.dim for x in carry]:
+            found[:] = parts
+            if [x.place for x in parts[:num_carry]] != [x.place for x in carry]:
                 raise MixesBatchError("scan")
             arrays = [x.array for x in parts]
             return arrays[:num_carry], arrays[num_carry:]
@@ -104,9 +122,11 @@ class OneOfBatch(Interpreter[Part]):
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
-        after = [dim if dim is None else dim + 1 for dim in dims[num_carry:]]
-        both = zip([*state, *ys], [*dims[:num_carry], *after], strict=True)
-        return [Part(x, dim) for x, dim in both]
+        last, stacked = found[:num_carry], found[num_carry:]
+        return [
+            *(part.like(x) for x, part in zip(state, last, strict=True)),
+            *(part.like(x, 1) for x, part in zip(ys, stacked, strict=True)),
+        ]
 
 
 def mixes_batch(run: Callable, *shapes: Any) -> bool:
@@ -134,20 +154,25 @@ def _constant_dims(eqn: Any, operands: Sequence[Part]) -> frozenset[int]:
     return frozenset()
 
 
-def _elementwise(eqn: Any, operands: Sequence[Part], dims: Sequence[int]) -> list[Part]:
+def _elementwise(
+    eqn: Any, operands: Sequence[Part], places: Collection[tuple[int | None, int]]
+) -> list[Part]:
     """The results of an elementwise equation."""
-    if len(set(dims)) > 1:
+    if len(places) > 1:
         raise MixesBatchError(eqn.primitive.name)
-    dim = dims[0]
+    with_batch = next(x for x in operands if x.dim is not None)
 
     def one(x: Part) -> Array:
-        if x.dim is not None or np.ndim(x.array) == 0:
-            return x.array
-        if dim not in x.constant:
-            raise MixesBatchError(eqn.primitive.name)
-        return lax.slice_in_dim(x.array, 0, 1, axis=dim)
+        array = x.array
+        if x.dim is not None or np.ndim(array) == 0:
+            return array
+        for dim in with_batch.batch:
+            if dim not in x.constant:
+                raise MixesBatchError(eqn.primitive.name)
+            array = lax.slice_in_dim(array, 0, 1, axis=dim)
+        return array
 
-    return [Part(x, dim) for x in compat.bind(eqn, list(map(one, operands)))]
+    return [with_batch.like(x) for x in compat.bind(eqn, list(map(one, operands)))]
 
 
 def _dot_general(eqn: Any, lhs: Part, rhs: Part) -> Part:
@@ -156,44 +181,67 @@ def _dot_general(eqn: Any, lhs: Part, rhs: Part) -> Part:
     pairs = list(zip(*together, strict=True))
     (array,) = compat.bind(eqn, [lhs.array, rhs.array])
     if lhs.dim is not None and rhs.dim is not None:
-        if (lhs.dim, rhs.dim) not in pairs:
+        own = list(zip(lhs.batch, rhs.batch, strict=False))
+        if lhs.span != rhs.span or not set(own) <= set(pairs):
             raise MixesBatchError("dot_general")
-        return Part(array, pairs.index((lhs.dim, rhs.dim)))
+        return _at(array, [pairs.index(pair) for pair in own], "dot_general")
     side = 0 if lhs.dim is not None else 1
     x = (lhs, rhs)[side]
-    if x.dim in contracted[side] or x.dim in together[side]:
-        raise MixesBatchError("dot_general")
     used = {*contracted[side], *together[side]}
+    if used.intersection(x.batch):
+        raise MixesBatchError("dot_general")
     free = [dim for dim in range(x.array.ndim) if dim not in used]
     before = len(pairs)
     if side == 1:
         taken = {*contracted[0], *together[0]}
         before += lhs.array.ndim - len(taken)
-    return Part(array, before + free.index(x.dim))
+    return _at(array, [before + free.index(dim) for dim in x.batch], "dot_general")
+
+
+def _at(array: Array, dims: Sequence[int], name: str) -> Part:
+    """A value with its batch at some dims, which have to follow each other in order."""
+    if list(dims) != list(range(dims[0], dims[0] + len(dims))):
+        raise MixesBatchError(name)
+    return Part(array, dims[0], span=len(dims))
 
 
 def _moved(eqn: Any, x: Part) -> Part:
     """The result of an equation of one operand that keeps, moves or sums other dims."""
-    name, params, dim, shape = eqn.primitive.name, eqn.params, x.dim, x.array.shape
-    if name in REDUCTIONS and dim not in params["axes"]:
+    name, params, batch = eqn.primitive.name, eqn.params, x.batch
+    if name in REDUCTIONS and not set(batch) & set(params["axes"]):
         (array,) = compat.bind(eqn, [x.array])
-        return Part(array, dim - sum(axis < dim for axis in params["axes"]))
+        return x.like(array, -sum(axis < x.dim for axis in params["axes"]))
     if name == "transpose":
         (array,) = compat.bind(eqn, [x.array])
-        return Part(array, params["permutation"].index(dim))
-    if name == "squeeze" and dim not in params["dimensions"]:
+        return _at(array, [params["permutation"].index(dim) for dim in batch], name)
+    if name == "squeeze" and not set(batch) & set(params["dimensions"]):
         array = lax.squeeze(x.array, params["dimensions"])
-        return Part(array, dim - sum(d < dim for d in params["dimensions"]))
+        return x.like(array, -sum(dim < x.dim for dim in params["dimensions"]))
     new = list(eqn.outvars[0].aval.shape)
     if name == "broadcast_in_dim":
-        at = params["broadcast_dimensions"][dim]
-        new[at] = 1
         kept = params["broadcast_dimensions"]
-        return Part(lax.broadcast_in_dim(x.array, new, kept), at)
+        dims = [kept[dim] for dim in batch]
+        for at in dims:
+            new[at] = 1
+        return _at(lax.broadcast_in_dim(x.array, new, kept), dims, name)
     if name == "reshape":
-        size, before = eqn.invars[0].aval.shape[dim], math.prod(shape[:dim])
-        for at, other in enumerate(new):
-            if other == size and math.prod(new[:at]) == before:
-                new[at] = 1
-                return Part(lax.reshape(x.array, new), at)
+        return _reshaped(x, eqn.invars[0].aval.shape, new)
     raise MixesBatchError(name)
+
+
+def _reshaped(x: Part, old: Sequence[int], new: Sequence[int]) -> Part:
+    """A value of another shape, whose dims of the batch may be merged or split.
+
+    Args:
+      x: the value.
+      old: shape of the value with its whole batch.
+      new: that of the result.
+    """
+    size = math.prod(old[dim] for dim in x.batch)
+    before = math.prod(old[: x.dim])
+    for at, span in itertools.product(range(len(new)), range(1, len(new))):
+        held = math.prod(new[at : at + span])
+        if at + span <= len(new) and held == size and math.prod(new[:at]) == before:
+            shape = (*new[:at], *(1,) * span, *new[at + span :])
+            return Part(lax.reshape(x.array, shape), at, span=span)
+    raise MixesBatchError("reshape")

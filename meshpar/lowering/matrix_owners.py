@@ -13,6 +13,7 @@ Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -181,7 +182,7 @@ class Group:
     def _matrix(self, value: Value) -> Tensor:
         """How one matrix of a value lies."""
         x = self.tensors[value.number]
-        first = 1 if self.regions[0].batch else 0
+        first = len(self.regions[0].batch)
         return x._replace(shape=x.shape[first:], spec=x.spec[first:])
 
     def _to_owners(self, x: Array, tensor: Tensor) -> Array:
@@ -352,7 +353,7 @@ def _groups(
     for alike in by_key.values():
         first, batch = alike[0].entries[0], alike[0].batch
         tensor = found.tensors[first.number]
-        outer = (*tensor.rows, *(tensor.spec[0] if batch else ()))
+        outer = *tensor.rows, *itertools.chain(*tensor.spec[: len(batch)])
         values = (*alike[0].entries, *alike[0].exits)
         dims = [axes for x in values for axes in found.tensors[x.number].spec]
         inner = [axis for axis in reversed(sizes) if axis not in outer]
@@ -360,7 +361,7 @@ def _groups(
             return None
         dealt = {axis: sizes[axis] for axis in order}
         ways = math.prod(dealt.values())
-        num = (1 if first.layer is None else depth) * max(batch, 1)
+        num = (1 if first.layer is None else depth) * math.prod(batch)
         num //= math.prod(sizes[axis] for axis in outer)
         together = -(-num * len(alike) // ways) < -(-num // ways) * len(alike)
         for regions in [alike] if together else [[region] for region in alike]:

@@ -5,6 +5,8 @@ Regions begin and end where the fewest bytes cross their border.
 
 import dataclasses
 import heapq
+import itertools
+import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -109,7 +111,7 @@ class _Cutter:
         """The region, if it works with matrices one by one; else None.
 
         They are one of each tensor, one of each layer of a stack, or one at each place
-        along the first dim, as in a stack that the model itself holds.
+        along the first dims, as in a stack that the model itself holds.
         """
         large = [x for x in region.entries if self._is_large(x.number)]
         tensors = [self.tensors[x.number] for x in large]
@@ -119,17 +121,19 @@ class _Cutter:
         ):
             return None
         own = (op.eqn for op in region.operations if op.eqn is not None)
-        if (batch := max(map(num_matrices, own), default=1)) == 1:
+        if (number := max(map(num_matrices, own), default=1)) == 1:
             return region
         every = [self.tensors[x.number] for x in (*region.entries, *region.exits)]
+        sizes = itertools.accumulate(tensors[0].shape, operator.mul)
+        first = next((i for i, n in enumerate(sizes, 1) if n == number), 0)
         if (
-            {x.shape[:1] for x in every} != {(batch,)}
-            or len({x.spec[:1] for x in every}) > 1
+            not first
+            or len({(x.shape[:first], x.spec[:first]) for x in every}) > 1
             or len(large) < len(region.entries)
         ):
             return None
-        region = dataclasses.replace(region, batch=batch)
-        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tensors]
+        region = dataclasses.replace(region, batch=tensors[0].shape[:first])
+        shapes = [jax.ShapeDtypeStruct(x.shape[first:], x.dtype) for x in tensors]
         common = [self.tensors[x.number] for x in region.common]
         common = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in common]
         made = tuple(x.number for op in region.operations for x in op.results)

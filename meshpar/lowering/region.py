@@ -7,6 +7,7 @@ region gives each of its matrices whole to one device (`matrix_owners`).
 """
 
 import dataclasses
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,8 +30,8 @@ class Region:
       exits: values that leave.
       sizes: {number: bytes} of one matrix of all values inside.
       key: equal for regions that do the same with matrices of the same form.
-      batch: the number of matrices that every tensor holds along its first dim; 0 if
-        each is one matrix.
+      batch: sizes of the first dims along which every tensor holds matrices, such as
+        those of layers and experts; () if each is one matrix.
     """
 
     operations: tuple[Operation, ...]
@@ -39,7 +40,7 @@ class Region:
     exits: tuple[Value, ...]
     sizes: Mapping[int, int]
     key: Hashable
-    batch: int = 0
+    batch: tuple[int, ...] = ()
 
     @property
     def reads(self) -> tuple[Value, ...]:
@@ -55,7 +56,7 @@ class Region:
     def flops(self) -> float:
         """FLOPs of the matmuls for one matrix."""
         own = (op.eqn for op in self.operations if op.eqn is not None)
-        return sum(map(matmul_flops, own)) / max(self.batch, 1)
+        return sum(map(matmul_flops, own)) / math.prod(self.batch)
 
     @property
     def peak_bytes(self) -> int:
@@ -71,7 +72,7 @@ class Region:
             held |= {x.number: sizes[x.number] for x in operation.results}
             peak = max(peak, sum(held.values()))
             held = {n: size for n, size in held.items() if last.get(n, -1) > i}
-        return peak // max(self.batch, 1)
+        return peak // math.prod(self.batch)
 
     def run(self, entries: Sequence[Any], common: Sequence[Any]) -> list[Any]:
         """The exits of one matrix.
@@ -95,7 +96,9 @@ class Region:
 
     def _one_of_batch(self, entries: Sequence[Any], common: Sequence[Any]) -> list[Any]:
         """`run` with a batch of one matrix."""
-        of_batch, run = [Part(x[None], 0) for x in entries], OneOfBatch()
+        span, run = len(self.batch), OneOfBatch()
+        ones = [x.reshape(*(1,) * span, *x.shape) for x in entries]
+        of_batch = [Part(x, 0, span=span) for x in ones]
         known = self._known(of_batch, list(map(Part, common)))
         for operation in self.operations:
             if operation.eqn is None:
@@ -104,6 +107,6 @@ class Region:
             numbers = (x.number for x in operation.results)
             known |= zip(numbers, run.equation(operation.eqn, operands), strict=True)
         exits = [known[x.number] for x in self.exits]
-        if any(x.dim != 0 for x in exits):
+        if any(x.place != (0, span) for x in exits):
             raise MixesBatchError("exits")
-        return [x.array[0] for x in exits]
+        return [x.array.reshape(x.array.shape[span:]) for x in exits]

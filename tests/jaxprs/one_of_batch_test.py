@@ -57,17 +57,59 @@ MIXING = {
 }
 
 
-def alone(run):
+STACKS = np.random.default_rng(3).normal(size=(2, BATCH, 3, 5)).astype(np.float32)
+"""Matrices along two dims, such as those of layers and experts."""
+
+SEPARATE_STACKS = {
+    "merged and split": lambda x, w: (
+        looped(x.reshape(2 * BATCH, 3, 5)).reshape(x.shape) + x
+    ),
+    "many of many": lambda x, w: jax.vmap(jax.vmap(lambda y: jnp.tanh(y @ w) * y))(x),
+    "turned": lambda x, w: x.transpose(2, 0, 1, 3).transpose(1, 2, 3, 0),
+    "factors": lambda x, w: (
+        jnp.linalg.cholesky(x @ x.swapaxes(2, 3) + jnp.eye(3)[None, None]) @ x
+    ),
+    "norms": lambda x, w: x / (x**2).sum((2, 3))[..., None, None],
+}
+MIXING_STACKS = {
+    "a sum over layers": lambda x, w: x - x.sum(0, keepdims=True),
+    "a sum over experts": lambda x, w: x - x.sum(1, keepdims=True),
+    "experts before layers": lambda x, w: x.swapaxes(0, 1),
+    "experts with rows": lambda x, w: x.reshape(2, BATCH * 3, 5).reshape(x.shape),
+    "rows first": lambda x, w: (
+        x.transpose(2, 3, 0, 1).reshape(2 * BATCH, 15).reshape(x.shape)
+    ),
+    "other layers": lambda x, w: x * x[::-1],
+    "apart": lambda x, w: x.transpose(0, 2, 1, 3).transpose(0, 2, 1, 3),
+}
+
+
+def alone(run, stack=X):
     """x [rows, columns] -> the result of one matrix."""
-    closed = jax.make_jaxpr(run)(X, W)
+    closed, span = jax.make_jaxpr(run)(stack, W), stack.ndim - 2
 
     def one(x, w):
-        (result,) = OneOfBatch().evaluate(closed, [Part(x[None], 0), Part(w)])
-        if result.dim != 0:
+        own = Part(x.reshape(*(1,) * span, *x.shape), 0, span=span)
+        (result,) = OneOfBatch().evaluate(closed, [own, Part(w)])
+        if result.place != (0, span):
             raise MixesBatchError
-        return result.array[0]
+        return result.array[(0,) * span]
 
     return one
+
+
+@pytest.mark.parametrize("name", SEPARATE_STACKS)
+def test_one_matrix_of_several_stacks_equals_its_part(name):
+    run = SEPARATE_STACKS[name]
+    each = jax.vmap(jax.vmap(alone(run, STACKS), (0, None)), (0, None))
+    whole, one = jax.jit(run)(STACKS, W), jax.jit(each)(STACKS, W)
+    np.testing.assert_allclose(one, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXING_STACKS)
+def test_what_may_mix_matrices_of_several_stacks_is_refused(name):
+    shapes = (jax.ShapeDtypeStruct(x.shape[-2:], x.dtype) for x in (STACKS, W))
+    assert mixes_batch(alone(MIXING_STACKS[name], STACKS), *shapes)
 
 
 @pytest.mark.parametrize("name", SEPARATE)

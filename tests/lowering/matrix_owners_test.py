@@ -126,6 +126,7 @@ def draw(seed):
     depth = int(rng.choice([2, 3, 4])) * sizes[0]
     layered = {"q": (8, 16), "k": (8, 16), "up": (16, 8), "bias": (8,)}
     alone = {"head": (8, 16), "table": (24, 8), "stack": (8, 16, 8)}
+    alone["experts"] = (3, 4, 8, 16)
     shapes = {f"layers/{i}/{n}": s for n, s in layered.items() for i in range(depth)}
     shapes |= alone
     stacked = rng.random() < 0.7
@@ -345,7 +346,7 @@ def test_updates_leave_as_what_enters_lies():
     (group,) = owned_of("heads", case, heads)[3].groups
     (region,) = group.regions
     lies = [group.tensors[x.number].spec for x in (*region.entries, *region.exits)]
-    assert (region.batch, group.own, lies) == (3, 1, [spec, spec])
+    assert (region.batch, group.own, lies) == ((3,), 1, [spec, spec])
 
 
 @pytest.mark.parametrize(
