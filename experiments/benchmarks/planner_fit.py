@@ -4,12 +4,13 @@
 
 Takes the programs for TPUs of `compiled_programs.json`, and those of
 `drawn_programs.json` with seeds from 1 to --draws. Finds the factors
-(`meshpar.planner.seconds.Factors`) and the prices of narrow matmuls
-(`meshpar.mesh.machine.NARROW`) that predict the stated times best, by least squares of
-the logarithms of ratios. Prints the mean errors with the numbers in use and with the
-new ones, which go into `FACTORS` and `NARROW` by hand. Programs with experts count only
-where jax 0.12 or newer compiled them: older compilers state cycles for grouped matmuls.
-Takes ten minutes.
+(`meshpar.planner.seconds.Factors`), and the prices of narrow matmuls and of elementwise
+operations on each chip (`NARROW` and `ELEMENTWISE` of `meshpar.mesh.machine`), that
+predict the stated times best, by least squares of the logarithms of ratios. Prints the
+mean errors with the numbers in use and with the new ones, which go into `FACTORS`,
+`NARROW` and `ELEMENTWISE` by hand. Programs with experts count only where jax 0.12 or
+newer compiled them: older compilers state cycles for grouped matmuls. Takes fifteen
+minutes.
 """
 
 import dataclasses
@@ -34,6 +35,9 @@ flags.declare_key_flag(DRAWS.name)
 _KEPT = ("state_moves",)
 """Factors that are not fitted. Programs with experts would raise this one, and dense
 programs under fsdp would then be predicted a fifth too slow."""
+
+_ROUNDS = 3
+"""Of the fit: times are linear in all numbers but for a product of two."""
 
 _MOST = 50.0
 """The largest factor that is tried."""
@@ -64,21 +68,24 @@ class Numbers(NamedTuple):
     Attributes:
       factors: of all chips.
       narrow: {chip: price of narrow matmuls}, as `machine.NARROW`.
+      elementwise: {chip: price of elementwise operations}, as `machine.ELEMENTWISE`.
     """
 
     factors: Factors
     narrow: dict[str, float]
+    elementwise: dict[str, float]
 
     def flat(self) -> np.ndarray:
         """All that may change, as an array."""
         free = [x for n, x in self.factors._asdict().items() if n not in _KEPT]
-        return np.array([*free, *self.narrow.values()])
+        return np.array([*free, *self.narrow.values(), *self.elementwise.values()])
 
     def changed(self, flat: Sequence[float] | np.ndarray) -> "Numbers":
         """These numbers, with the values of `flat`."""
-        free = [n for n in Factors._fields if n not in _KEPT]
-        factors = self.factors._replace(**dict(zip(free, flat, strict=False)))
-        return Numbers(factors, dict(zip(self.narrow, flat[len(free) :], strict=True)))
+        free, rest = [n for n in Factors._fields if n not in _KEPT], iter(flat)
+        factors = self.factors._replace(**dict(zip(free, rest, strict=False)))
+        of_chips = self.narrow, self.elementwise
+        return Numbers(factors, *({c: next(rest) for c in own} for own in of_chips))
 
 
 def times(
@@ -89,21 +96,23 @@ def times(
 
     def predicted(compiled: Compiled) -> float:
         made = predictor.candidates(compiled.case)
-        narrow = numbers.narrow[made.machine.chip.name]
-        made.machine = dataclasses.replace(made.machine, narrow=narrow)
+        chip = made.machine.chip.name
+        own = numbers.narrow[chip], numbers.elementwise.get(chip, 1.0)
+        prices = dict(zip(("narrow", "elementwise"), own, strict=True))
+        made.machine = dataclasses.replace(made.machine, **prices)
         return predictor.row(compiled).seconds
 
     return np.array([predicted(compiled) for compiled in found])
 
 
 def fitted(start: Numbers, predictor: Predictor, found: Sequence[Compiled]) -> Numbers:
-    """The numbers that fit best, with times that are linear in them."""
+    """The numbers that fit best."""
 
     def seconds_of(flat: np.ndarray) -> np.ndarray:
         return times(start.changed(flat), predictor, found)
 
     stated = np.array([compiled.seconds for compiled in found])
-    best = fitting.fitted(seconds_of, start.flat(), stated, _MOST)
+    best = fitting.fitted(seconds_of, start.flat(), stated, _MOST, _ROUNDS)
     return start.changed(best.round(2).tolist())
 
 
@@ -113,7 +122,7 @@ def main(_: Sequence[str]) -> int:
     meshpar.simulate(1)
     predictor = Predictor()
     found = programs(DRAWS.value, predictor)
-    start = Numbers(seconds.FACTORS, machine.NARROW)
+    start = Numbers(seconds.FACTORS, machine.NARROW, machine.ELEMENTWISE)
     new = fitted(start, predictor, found)
     stated = np.array([compiled.seconds for compiled in found])
     for name, numbers in (("in use", start), ("fitted", new)):

@@ -41,6 +41,8 @@ from meshpar.layouts.plan import Plan, Spec, partition_spec
 from meshpar.layouts.row_draws import Draws
 from meshpar.layouts.scope import Scope
 from meshpar.lowering.batches import batch_specs
+from meshpar.lowering.layer_trace import whole_bytes
+from meshpar.lowering.padding import lanes_of
 from meshpar.lowering.state import cast_params
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.platform import platform_of
@@ -188,6 +190,16 @@ class Frame:
         return frozenset(
             p for p in matrices if EXPERT in (self.plan.weights[p].names or ())
         )
+
+    @_of_leaves
+    def expert_bytes(self) -> int:
+        """Bytes of the experts of one layer, if their matmuls are kernels here."""
+        if lanes_of(self.mesh) == 1:
+            return 0
+        stack = self.layered.split(self.plan.weights)[1].values()
+        experts = (x for x in stack if EXPERT in (x.names or ()))
+        rows = self.layered.depth // self.layout.pipe
+        return sum(whole_bytes(x, self.layout.sizes) for x in experts) // rows
 
     def ways(self, axes: Iterable[str]) -> int:
         """Devices that axes span together."""

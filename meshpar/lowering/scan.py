@@ -41,6 +41,11 @@ class ScanRunner(Runner):
     dims: RowDims | None = None
 
     @property
+    def copied_experts(self) -> int:
+        """Bytes of a layer's experts, if they are gathered in an order of their own."""
+        return self.frame.expert_bytes if self.zero.gathers_layers else 0
+
+    @property
     def layer_passes(self) -> list[LayerPass]:
         """Every pass over the layers that split features, in one step."""
         return self._passes(FEATURES)

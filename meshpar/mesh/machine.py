@@ -75,6 +75,8 @@ class Machine:
       efficiency: share of the chip's peak FLOP/s that matmuls of models reach.
       narrow: what matmuls with a dim that fills no row of a tile, such as a head_dim of
         64, take in addition, over their time at the chip's peak.
+      elementwise: seconds of elementwise operations, over those of a chip like v5e with
+        the same bandwidth.
       overlaps: whether transfers run beside compute.
       fresh_bandwidth: bytes per second at which a step gets memory for its temporary
         arrays; infinite where the memory is the program's all the time.
@@ -88,6 +90,7 @@ class Machine:
     memory_bytes: int
     efficiency: float
     narrow: float
+    elementwise: float
     overlaps: bool
     fresh_bandwidth: float = math.inf
     slowdown: float = 1.0
@@ -154,12 +157,15 @@ _IDLE_GPU = 1e-4
 """Seconds between kernels in each pass over a layer: 3.7 to 7 ms were measured in steps
 of 22 and 28 layers (docs/performance.md)."""
 
-NARROW = {"v5e": 0.76, "v5p": 2.39, "v6e": 2.05}
+NARROW = {"v5e": 1.49, "v5p": 1.58, "v6e": 4.84}
 """{chip: how many times as long at its peak narrow matmuls take in addition}.
 
 For v5e, v5p and v6e both are fitted to the cycles that their compilers state
 (docs/measured_plans.md), which do not tell what else slows down real chips.
 """
+
+ELEMENTWISE = {"v5p": 1.63, "v6e": 0.81}
+"""{chip: `Machine.elementwise`}, by the same fit; 1 for other chips."""
 
 
 def machine_of(
@@ -192,6 +198,7 @@ def machine_of(
         memory,
         efficiency,
         NARROW.get(chip.name, 0.0),
+        ELEMENTWISE.get(chip.name, 1.0),
         overlaps=not is_cpu,
         fresh_bandwidth=_CPU_FRESH_BANDWIDTH if is_cpu else math.inf,
         slowdown=slowdown,

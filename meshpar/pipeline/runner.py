@@ -238,7 +238,7 @@ class PipelineRunner(Runner):
     @property
     def copied_experts(self) -> int:
         """Bytes of a layer's experts, which ticks copy for kernels."""
-        return self._held.experts
+        return self.frame.expert_bytes
 
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:
         """Bytes on one device saved between forward and backward passes.

@@ -6,10 +6,9 @@ import math
 import jax.numpy as jnp
 
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import EXPERT
 from meshpar.layouts.plan import LeafPlan, Spec
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_trace import TracedLayer, whole_bytes
+from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.padding import lanes_of
 from meshpar.mesh.chips import chip_of
@@ -97,19 +96,9 @@ def held(frame: Frame, zero: Zero, loop: TickLoop) -> Held:
     return Held(
         weights=weights,
         activations=0,
-        experts=expert_bytes(frame),
+        experts=frame.expert_bytes,
         sums=sums,
         in_ticks=True,
         head_beside_layers=loop.runs_head_beside_layers,
         scatters=zero.splits_any,
     )
-
-
-def expert_bytes(frame: Frame) -> int:
-    """Bytes of the experts of one layer, if their matmuls are kernels on this chip."""
-    leaves = frame.layered.split(frame.plan.weights)[1].values()
-    if lanes_of(frame.mesh) == 1:
-        return 0
-    experts = (x for x in leaves if EXPERT in (x.names or ()))
-    layout, rows = frame.plan.layout, frame.layered.depth // frame.plan.layout.pipe
-    return sum(whole_bytes(x, layout.sizes) for x in experts) // rows

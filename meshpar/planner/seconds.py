@@ -52,14 +52,17 @@ class Factors(NamedTuple):
       summed: of gradients and of their sums, in each microbatch.
       state_moves: of weights and gradients that the device sends, which is sliced,
         copied and added to.
+      ring_sums: of the same, where rings add up gradients, or exchange tokens.
       tensor_moves: of activations that the device sends over `tensor`.
       grouped: of rows as wide as the activations that grouped matmuls read and write,
         forward.
       grouped_backward: of the same rows, backward.
       hidden: of the other rows of grouped matmuls, which `tensor` splits, forward.
       hidden_backward: of the same rows, backward.
-      copied: of a layer's experts that ticks copy for grouped matmuls, forward.
+      copied: of a layer's experts that are copied for grouped matmuls, forward.
       copied_backward: of the same experts, backward, whose gradients are added.
+      exposed: seconds of transfers, where they run beside compute, for each second that
+        compute does not hide.
     """
 
     held: float
@@ -74,21 +77,25 @@ class Factors(NamedTuple):
     hidden_backward: float
     copied: float
     copied_backward: float
+    ring_sums: float
+    exposed: float
 
 
 FACTORS = Factors(
-    held=1.7,
-    saved=3.69,
-    looped=1.19,
-    summed=4.76,
+    held=1.13,
+    saved=3.76,
+    looped=1.15,
+    summed=3.46,
     state_moves=2.3,
-    tensor_moves=4.79,
-    grouped=6.78,
-    grouped_backward=0.0,
+    tensor_moves=3.86,
+    grouped=7.58,
+    grouped_backward=0.14,
     hidden=0.0,
-    hidden_backward=21.38,
+    hidden_backward=10.87,
     copied=0.0,
-    copied_backward=9.36,
+    copied_backward=15.0,
+    ring_sums=6.15,
+    exposed=1.75,
 )
 """Those of the last fit to the cycles that compilers for TPUs state, by
 `experiments.benchmarks.planner_fit`."""
@@ -106,6 +113,8 @@ ON_GPUS = Factors(
     hidden_backward=0.0,
     copied=6.0,
     copied_backward=28.0,
+    ring_sums=0.0,
+    exposed=1.0,
 )
 """Those of GPUs: `held` and `saved` are fitted to steps measured on cards, by
 `experiments.benchmarks.gpu_fit`; no step measured the others."""
@@ -222,7 +231,9 @@ def step_seconds(
     state = state_seconds(lowering, machine, traffic, compute)
     state_bytes = sum(term.wire_bytes for term in traffic.all_terms)
     tensor, tensor_bytes = tensor_seconds(lowering, machine, traffic, traced)
+    exposed = factors.exposed if machine.overlaps else 1.0
     moves = factors.state_moves * state_bytes + factors.tensor_moves * tensor_bytes
+    moves += factors.ring_sums * traffic.ring_sums
     moves += _grouped_moves(runner, traced, factors)
     if layout.microbatches > 1:
         moves += factors.summed * layout.microbatches * memory.gradients
@@ -240,8 +251,8 @@ def step_seconds(
         fresh=memory.temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
         idle=passes.runs * machine.idle,
-        state=state.of_bytes,
-        tensor=tensor.of_bytes,
+        state=exposed * state.of_bytes,
+        tensor=exposed * tensor.of_bytes,
         sends=sends / to_stages.bandwidth,
         latency=state.latency + tensor.latency + traffic.sends * to_stages.latency,
         host=host_seconds(lowering, machine, traffic, compute),
@@ -357,7 +368,8 @@ def _layer_seconds(
     # What a layer holds is what its elementwise operations make.
     held = facts.layer(layout, rows, layout.tensor).running
     kernel = facts.flops.kernel
-    elementwise = _factors(machine).held * held / machine.chip.memory_bandwidth
+    elementwise = _factors(machine).held * machine.elementwise * held
+    elementwise /= machine.chip.memory_bandwidth
     row_seconds = rows / layout.tensor / machine.flops
     kernels, more = row_seconds * facts.flops.kernels, 0.0
     if kernel:

@@ -52,6 +52,12 @@ class Traffic(NamedTuple):
         """The terms of all uses."""
         return itertools.chain(*self.terms.values())
 
+    @property
+    def ring_sums(self) -> int:
+        """Bytes that a device sends around rings, but for what rings gather."""
+        rings = (x for x in self.all_terms if x.kind == "permute" and not x.gathers)
+        return sum(x.payload_bytes for x in rings)
+
 
 class Exposed(NamedTuple):
     """Seconds of transfers that compute does not hide.

@@ -4,13 +4,18 @@ import jax
 import optax
 import pytest
 from support import tiny_models, tiny_stack
+from support.tpu_programs import tpu
 
+from meshpar import mesh
+from meshpar.contracts.declared import DeclaredCollective
+from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import parse
 from meshpar.lowering.layer_trace import trace_layer
 from meshpar.mesh.machine import machine_of
 from meshpar.planner import seconds
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
+from meshpar.planner.transfers import Traffic
 
 NONE = seconds.Factors(*[0.0] * len(seconds.Factors._fields))
 
@@ -42,3 +47,43 @@ def test_rows_of_grouped_matmuls_count_in_each_pass(name, rows):
         factors = NONE._replace(**{own: 2.0})
         found = seconds._grouped_moves(runner, traced, factors)
         assert found == 2 * depth * rows
+
+
+def candidates(topology, **sizes):
+    """Predicts layouts of a tiny model on a machine."""
+    model, devices = tiny_models.model(**sizes), mesh.topology(topology)
+    batch = jax.eval_shape(tiny_models.batch)
+    facts = Facts(model, optax.adamw(1e-2), batch, "bfloat16", devices)
+    return Candidates(facts, machine_of(devices))
+
+
+def test_rings_that_add_up_count_apart_from_those_that_gather():
+    def term(kind, size, gathers=False):
+        return DeclaredCollective(kind, ("fsdp",), 4, 3, size, "", gathers=gathers)
+
+    sums = term("permute", 30), term("permute", 500, gathers=True)
+    rows = term("permute", 7), term("reduce_scatter", 9000)
+    assert Traffic({FEATURES: sums, ROWS: rows}, (), 0, 0).ring_sums == 37
+
+
+@tpu
+def test_what_compute_does_not_hide_counts_more_where_transfers_stand_beside_it(
+    monkeypatch,
+):
+    made, found = candidates("v5p:2x2x1"), []
+    for exposed in (1.0, 3.0):
+        factors = seconds.FACTORS._replace(exposed=exposed)
+        monkeypatch.setattr(seconds, "FACTORS", factors)
+        found.append(made.candidate(parse("fsdp=2,tensor=2")).seconds)
+    once, thrice = found
+    assert once.state > 0 and once.tensor > 0 and once.latency == thrice.latency
+    assert thrice.state == pytest.approx(3 * once.state)
+    assert thrice.tensor == pytest.approx(3 * once.tensor)
+
+
+@tpu
+def test_a_layer_s_experts_are_copied_where_they_are_gathered():
+    made = candidates("v5p:2x2x1", num_experts=4, routing="dropless", mlp=128)
+    for zero, copied in ((3, 2 * 3 * 32 * 128 * 2), (2, 0)):
+        layout = parse(f"fsdp=2,expert=2,zero={zero}")
+        assert made._shared(layout).lowering.runner.copied_experts == copied
