@@ -12,6 +12,7 @@ from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import parse
 from meshpar.lowering.layer_trace import trace_layer
 from meshpar.mesh.machine import machine_of
+from meshpar.pipeline.stage_memory import backward_buffers
 from meshpar.planner import seconds
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
@@ -87,3 +88,23 @@ def test_a_layer_s_experts_are_copied_where_they_are_gathered():
     for zero, copied in ((3, 2 * 3 * 32 * 128 * 2), (2, 0)):
         layout = parse(f"fsdp=2,expert=2,zero={zero}")
         assert made._shared(layout).lowering.runner.copied_experts == copied
+
+
+@tpu
+@pytest.mark.parametrize(
+    "topology, layout, buffers",
+    [
+        ("v5e:2x2", "pipe=2,data=2,microbatches=4", 2),
+        ("v5e:2x2", "pipe=2,fsdp=2,zero=2,microbatches=4", 2),
+        ("v5e:2x2", "pipe=2,fsdp=2,zero=3,microbatches=4", 1),
+        ("v5e:2x2", "pipe=2,tensor=2,microbatches=4", 1),
+        ("v6e:2x2", "pipe=2,data=2,microbatches=4", 1),
+    ],
+)
+def test_a_tick_outside_of_loops_has_residuals_of_its_own(topology, layout, buffers):
+    """As compiled for such machines (docs/measured_plans.md, draws 2 and 34)."""
+    made = candidates(topology)
+    runner = made._shared(parse(layout)).lowering.runner
+    assert runner.loop.num_backward_buffers == 2
+    found = backward_buffers(runner.frame, runner.zero, runner.loop)
+    assert found == buffers
