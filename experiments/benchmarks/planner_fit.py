@@ -97,9 +97,11 @@ def times(
     def predicted(compiled: Compiled) -> float:
         made = predictor.candidates(compiled.case)
         chip = made.machine.chip.name
-        own = numbers.narrow[chip], numbers.elementwise.get(chip, 1.0)
-        prices = dict(zip(("narrow", "elementwise"), own, strict=True))
-        made.machine = dataclasses.replace(made.machine, **prices)
+        made.machine = dataclasses.replace(
+            made.machine,
+            narrow=numbers.narrow[chip],
+            elementwise=numbers.elementwise.get(chip, 1.0),
+        )
         return predictor.row(compiled).seconds
 
     return np.array([predicted(compiled) for compiled in found])

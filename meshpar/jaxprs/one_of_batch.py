@@ -239,9 +239,9 @@ def _reshaped(x: Part, old: Sequence[int], new: Sequence[int]) -> Part:
     """
     size = math.prod(old[dim] for dim in x.batch)
     before = math.prod(old[: x.dim])
-    for at, span in itertools.product(range(len(new)), range(1, len(new))):
-        held = math.prod(new[at : at + span])
-        if at + span <= len(new) and held == size and math.prod(new[:at]) == before:
-            shape = (*new[:at], *(1,) * span, *new[at + span :])
+    for at, end in itertools.combinations(range(len(new) + 1), 2):
+        if math.prod(new[at:end]) == size and math.prod(new[:at]) == before:
+            span = end - at
+            shape = (*new[:at], *(1,) * span, *new[end:])
             return Part(lax.reshape(x.array, shape), at, span=span)
     raise MixesBatchError("reshape")

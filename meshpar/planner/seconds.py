@@ -52,7 +52,8 @@ class Factors(NamedTuple):
       summed: of gradients and of their sums, in each microbatch.
       state_moves: of weights and gradients that the device sends, which is sliced,
         copied and added to.
-      ring_sums: of the same, where rings add up gradients, or exchange tokens.
+      ring_sums: in addition of what goes around rings, but for what is gathered: parts
+        of gradients that are cut out and added, and tokens of experts.
       tensor_moves: of activations that the device sends over `tensor`.
       grouped: of rows as wide as the activations that grouped matmuls read and write,
         forward.
@@ -70,6 +71,7 @@ class Factors(NamedTuple):
     looped: float
     summed: float
     state_moves: float
+    ring_sums: float
     tensor_moves: float
     grouped: float
     grouped_backward: float
@@ -77,7 +79,6 @@ class Factors(NamedTuple):
     hidden_backward: float
     copied: float
     copied_backward: float
-    ring_sums: float
     exposed: float
 
 
@@ -87,6 +88,7 @@ FACTORS = Factors(
     looped=1.15,
     summed=3.46,
     state_moves=2.3,
+    ring_sums=6.15,
     tensor_moves=3.86,
     grouped=7.58,
     grouped_backward=0.14,
@@ -94,7 +96,6 @@ FACTORS = Factors(
     hidden_backward=10.87,
     copied=0.0,
     copied_backward=15.0,
-    ring_sums=6.15,
     exposed=1.75,
 )
 """Those of the last fit to the cycles that compilers for TPUs state, by
@@ -106,6 +107,7 @@ ON_GPUS = Factors(
     looped=0.5,
     summed=1.7,
     state_moves=2.3,
+    ring_sums=0.0,
     tensor_moves=5.2,
     grouped=1.1,
     grouped_backward=2.5,
@@ -113,7 +115,6 @@ ON_GPUS = Factors(
     hidden_backward=0.0,
     copied=6.0,
     copied_backward=28.0,
-    ring_sums=0.0,
     exposed=1.0,
 )
 """Those of GPUs: `held` and `saved` are fitted to steps measured on cards, by

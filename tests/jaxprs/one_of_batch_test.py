@@ -35,6 +35,9 @@ SEPARATE = {
     "and on the left": lambda x, w: jnp.einsum("ij,bkj->bki", w, x),
     "turned": lambda x, w: jnp.transpose(x, (2, 0, 1)).transpose(1, 2, 0),
     "flat": lambda x, w: x.reshape(1, BATCH, 15).reshape(BATCH, 5, 3),
+    "a number for each": lambda x, w: (
+        x * x.sum((1, 2), keepdims=True).reshape(BATCH)[:, None, None]
+    ),
     "with dims of 1": lambda x, w: x[:, None].squeeze(1),
     "constants along it": lambda x, w: x + jnp.broadcast_to(w[0], x.shape),
     "factors": lambda x, w: jnp.linalg.cholesky(
@@ -63,6 +66,9 @@ STACKS = np.random.default_rng(3).normal(size=(2, BATCH, 3, 5)).astype(np.float3
 SEPARATE_STACKS = {
     "merged and split": lambda x, w: (
         looped(x.reshape(2 * BATCH, 3, 5)).reshape(x.shape) + x
+    ),
+    "a number for each": lambda x, w: (
+        x * lax.reshape(x.sum((2, 3)), (2 * BATCH,)).reshape(2, BATCH)[..., None, None]
     ),
     "many of many": lambda x, w: jax.vmap(jax.vmap(lambda y: jnp.tanh(y @ w) * y))(x),
     "turned": lambda x, w: x.transpose(2, 0, 1, 3).transpose(1, 2, 3, 0),
