@@ -187,6 +187,13 @@ class Layout:
             object.__setattr__(self, name, value)
         check(Combination(self), OF_LAYOUTS)
 
+    def unchecked(self, changes: dict[str, Any]) -> "Layout":
+        """A copy with other fields, {name: canonical value}, which nothing checks."""
+        copy = object.__new__(type(self))
+        fields = {name: getattr(self, name) for name in DEFAULTS}
+        vars(copy).update(fields | changes)
+        return copy
+
     def _check_kinds(self) -> None:
         """Raises LayoutError for a size out of range, or a text that is none."""
         for name, low in _LEAST.items():

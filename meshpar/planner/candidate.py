@@ -40,7 +40,7 @@ from meshpar.planner.facts import Facts
 from meshpar.planner.layer_moves import LayerMoves
 from meshpar.planner.seconds import Terms, step_seconds
 from meshpar.planner.space import beside_layers
-from meshpar.planner.transfers import Traffic
+from meshpar.planner.transfers import Moved, Traffic, link
 from meshpar.planner.uncertainty import Uncertainty, uncertainty_of
 
 
@@ -75,15 +75,13 @@ class _Shared(NamedTuple):
 
     Attributes:
       lowering: of one of them.
-      terms: the collectives that it declares exactly, but for those inside layers.
-      row_terms: those of layers that split rows over `tensor`.
+      moved: what its collectives move, but for those inside layers.
       sends: activations and gradients that one stage sends in a step.
       largest: bytes of the largest weight outside the stack, on one device.
     """
 
     lowering: ShardMapLowering
-    terms: tuple[DeclaredCollective, ...]
-    row_terms: tuple[DeclaredCollective, ...]
+    moved: Moved
     sends: int
     largest: int
 
@@ -126,9 +124,9 @@ class Candidates:
         traced = traced._replace(largest=shared.largest, logits=logits)
         one_way = facts.layer(layout, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
-        moved = (*shared.terms, *self._exchanged(layout, lowering))
-        terms = {FEATURES: moved, ROWS: shared.row_terms}
-        traffic = Traffic(terms, host, one_way, shared.sends)
+        exchanged = self._exchanged(layout, lowering)
+        moved = self._moved(lowering, FEATURES, exchanged, shared.moved)
+        traffic = Traffic(moved, host, one_way, shared.sends)
         memory = lowering.memory(None, traced=traced)
         seconds = step_seconds(
             lowering, facts, self.machine, rows, traced, traffic, memory
@@ -154,12 +152,24 @@ class Candidates:
             if splits_rows(layout.layers):
                 self._check_rows()
             lowering = self._lowering(layout)
-            terms, sends = tuple(self._declared(lowering)), self._sends(lowering)
+            declared = self._declared(lowering)
+            moved = self._moved(lowering, FEATURES, declared, Moved())
             runner = lowering.runner
-            row_terms = tuple(runner.declared_row_moves(runner.row_passes))
+            row_terms = runner.declared_row_moves(runner.row_passes)
+            moved = self._moved(lowering, ROWS, row_terms, moved)
             largest = largest_weight(self.facts.layered, lowering.plan)
-            found[saves] = _Shared(lowering, terms, row_terms, sends, largest)
+            found[saves] = _Shared(lowering, moved, self._sends(lowering), largest)
         return found[saves]
+
+    def _moved(
+        self,
+        lowering: ShardMapLowering,
+        use: str,
+        terms: Iterable[DeclaredCollective],
+        before: Moved,
+    ) -> Moved:
+        """What collectives move, in addition of what others move."""
+        return before.plus(use, terms, functools.partial(link, lowering, self.machine))
 
     def _check_rows(self) -> None:
         """Refuses layers that split rows, if activations do not allow it."""

@@ -328,10 +328,9 @@ def predicted(
     space = layouts(count, model, rows, length, wanted, lambda: facts.used, unrolls)
     for _, group in itertools.groupby(space, beside_layers):
         uniform = [c for c in map(predict, group) if c is not None]
-        for candidate in uniform:
-            if candidate.memory.total > machine.memory_bytes:
-                for less in offloaded(candidate.layout, wanted):
-                    predict(less)
+        large = [c.layout for c in uniform if c.memory.total > machine.memory_bytes]
+        for less in offloaded(large, wanted):
+            predict(less)
         mix = mixed_layout(uniform, facts.layered.depth, machine.memory_bytes)
         if mix is not None and wanted.keeps(mix):
             predict(mix)

@@ -229,12 +229,12 @@ def step_seconds(
     if lowering.owned_update is not None:
         groups = lowering.owned_update.groups
         update += sum(group.flops for group in groups) / machine.flops
-    state = state_seconds(lowering, machine, traffic, compute)
-    state_bytes = sum(term.wire_bytes for term in traffic.all_terms)
+    state = state_seconds(machine, traffic.moved, compute)
+    state_bytes = traffic.moved.wire_bytes
     tensor, tensor_bytes = tensor_seconds(lowering, machine, traffic, traced)
     exposed = factors.exposed if machine.overlaps else 1.0
     moves = factors.state_moves * state_bytes + factors.tensor_moves * tensor_bytes
-    moves += factors.ring_sums * traffic.ring_sums
+    moves += factors.ring_sums * traffic.moved.ring_sums
     moves += _grouped_moves(runner, traced, factors)
     if layout.microbatches > 1:
         moves += factors.summed * layout.microbatches * memory.gradients

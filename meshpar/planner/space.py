@@ -8,7 +8,7 @@ for bounds that keep the space small.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshpar.errors import LayoutError
@@ -111,24 +111,37 @@ def layouts(
         rules = {
             kind: own | wanted.required.get(kind, {}) for kind, own in rules.items()
         }
-        tried = _zero_levels(sizes)
+        tried, remat = _zero_levels(sizes), [DEFAULTS["remat"]]
         if layered:
             tried = _options(sizes, rows, used, unrolled)
+            remat = used().policies(sizes[EXPERT] > 1)
         for options in tried:
             # What is required stands in for what the space would try.
             fields = {**sizes, **options, **wanted.required, **rules}
-            try:
-                layout = Layout(**fields)
-            except LayoutError:
-                continue
-            free = "save" not in wanted.required and layout.save == RESIDUALS
-            if free and not keeps_matmuls(layout.remat):
-                layout = dataclasses.replace(layout, save=AUTO)  # It does the same.
-            if layout in seen or math.prod(layout.sizes.values()) != num_devices:
-                continue
-            seen.add(layout)
-            if wanted.keeps(layout):
-                yield layout
+            policies = [required] if (required := fields.pop("remat", "")) else remat
+            for layout in _of_policies(fields, policies):
+                free = "save" not in wanted.required and layout.save == RESIDUALS
+                if free and not keeps_matmuls(layout.remat):
+                    layout = layout.unchecked({"save": AUTO})  # It does the same.
+                if layout in seen or math.prod(layout.sizes.values()) != num_devices:
+                    continue
+                seen.add(layout)
+                if wanted.keeps(layout):
+                    yield layout
+
+
+def _of_policies(fields: dict[str, Any], remat: Sequence[str]) -> Iterator[Layout]:
+    """Generates the layouts with these fields that are valid, one for each policy.
+
+    They follow each other, since they share most costs. The first is checked for all:
+    no refusal looks at which policy of `remat` it is.
+    """
+    try:
+        first = Layout(**fields, remat=remat[0])
+    except LayoutError:
+        return
+    yield first
+    yield from (first.unchecked({"remat": policy}) for policy in remat[1:])
 
 
 def beside_layers(layout: Layout) -> tuple[Any, ...]:
@@ -136,18 +149,20 @@ def beside_layers(layout: Layout) -> tuple[Any, ...]:
     return tuple(getattr(layout, name) for name in _NOT_OF_LAYERS)
 
 
-def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
-    """Generates copies of a layout that keep parts of training in host memory.
+def offloaded(layouts: Sequence[Layout], wanted: Wanted) -> Iterator[Layout]:
+    """Generates copies of layouts that keep parts of training in host memory.
 
-    It needs less memory of the device than the layout itself, and is never faster: it
-    is worth predicting where the layout does not fit.
+    A copy needs less memory of the device than its layout, and is never faster: it is
+    worth predicting where the layout does not fit. Those that keep the same parts
+    follow each other: they share most costs if they differ in `remat` alone.
     """
-    for offload in _OFFLOADS:
+    resident = [layout for layout in layouts if not layout.offloaded]
+    for offload, layout in itertools.product(_OFFLOADS, resident):
         try:
             variant = dataclasses.replace(layout, offload=offload)
         except LayoutError:
             continue
-        if not layout.offloaded and wanted.keeps(variant):
+        if wanted.keeps(variant):
             yield variant
 
 
@@ -193,7 +208,7 @@ def _options(
     used: Callable[[], UsedNames],
     unrolled: list[int],
 ) -> Iterator[dict[str, Any]]:
-    """Generates the options to try with sizes of axes."""
+    """Generates the options to try with sizes of axes, but for `remat`."""
     split = ways_of(BATCH_AXES, sizes)
     stages = sizes[PIPE]
     counts = [stages * n if stages > 1 else n for n in _MICROBATCHES]
@@ -204,16 +219,11 @@ def _options(
     }
     if sizes[CONTEXT] > 1:
         tried["context_mode"] = [ALLGATHER, ULYSSES]
-    remat = used().policies(sizes[EXPERT] > 1)
     uses = [FEATURES, ROWS] if _is_possible(**sizes, layers=ROWS) else [FEATURES]
-    # Layouts that differ in `remat` alone follow each other: they share most costs.
-    tried_in_layers = {"layers": uses, "remat": remat}
     for values in itertools.product(
-        _combinations(tried),
-        _pipelines(stages, used().vocabulary),
-        _combinations(tried_in_layers),
+        _combinations(tried), _pipelines(stages, used().vocabulary), uses
     ):
-        yield values[0] | values[1] | values[2]
+        yield values[0] | values[1] | {"layers": values[2]}
 
 
 def _is_possible(**fields: Any) -> bool:

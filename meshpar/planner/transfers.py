@@ -1,8 +1,8 @@
 """Predicts the time of transfers that compute does not hide."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshpar.contracts import cost
@@ -31,32 +31,75 @@ _EXPOSED_OF_RINGS = 0.25
 to llama2-7b on v5e (docs/measured_plans.md)."""
 
 
+class Beside(NamedTuple):
+    """Compute that may hide transfers.
+
+    Attributes:
+      name: of the pass over the layers.
+      use: what these layers use `tensor` for.
+    """
+
+    name: str
+    use: str
+
+
+class Moved(NamedTuple):
+    """What collectives move in a step: weights, gradients and tokens of exchanges.
+
+    Attributes:
+      wire_bytes: bytes that a device sends.
+      ring_sums: bytes that it sends around rings, but for what rings gather.
+      seconds: {what runs beside them: (seconds, seconds without latency)}.
+    """
+
+    wire_bytes: float = 0.0
+    ring_sums: int = 0
+    seconds: Mapping[Beside, tuple[float, float]] = MappingProxyType({})
+
+    def plus(
+        self,
+        use: str,
+        terms: Iterable[DeclaredCollective],
+        link_of: Callable[[tuple[str, ...]], cost.Link],
+    ) -> "Moved":
+        """Adds collectives.
+
+        Args:
+          use: of `tensor`, by the layers beside them.
+          terms: the collectives, declared exactly.
+          link_of: the links of a collective along some axes.
+        """
+        wire_bytes, ring_sums, seconds = (
+            self.wire_bytes,
+            self.ring_sums,
+            {**self.seconds},
+        )
+        for term in terms:
+            wire_bytes += term.wire_bytes
+            if term.kind == "permute" and not term.gathers:
+                ring_sums += term.payload_bytes
+            links, beside = link_of(term.axes), Beside(term.beside, use)
+            whole, alone = seconds.get(beside, (0.0, 0.0))
+            whole += term.seconds(links)
+            alone += term.seconds(links._replace(latency=0.0))
+            seconds[beside] = whole, alone
+        return Moved(wire_bytes, ring_sums, seconds)
+
+
 class Traffic(NamedTuple):
     """The transfers of a step.
 
     Attributes:
-      terms: {use of `tensor`: collectives declared exactly} of layers of this use; of
-        all else with those that split features.
+      moved: by collectives that are declared exactly.
       host: transfers between device and host memory.
       activation_bytes: of one microbatch between two layers, on one device.
       sends: activations that a stage sends.
     """
 
-    terms: Mapping[str, tuple[DeclaredCollective, ...]]
+    moved: Moved
     host: tuple[HostTransfer, ...]
     activation_bytes: int
     sends: int
-
-    @property
-    def all_terms(self) -> Iterator[DeclaredCollective]:
-        """The terms of all uses."""
-        return itertools.chain(*self.terms.values())
-
-    @property
-    def ring_sums(self) -> int:
-        """Bytes that a device sends around rings, but for what rings gather."""
-        rings = (x for x in self.all_terms if x.kind == "permute" and not x.gathers)
-        return sum(x.payload_bytes for x in rings)
 
 
 class Exposed(NamedTuple):
@@ -79,18 +122,6 @@ class Exposed(NamedTuple):
         return Exposed(self.of_bytes + other.of_bytes, self.latency + other.latency)
 
 
-class Beside(NamedTuple):
-    """Compute that may hide transfers.
-
-    Attributes:
-      name: of the pass over the layers.
-      use: what these layers use `tensor` for.
-    """
-
-    name: str
-    use: str
-
-
 def link(
     lowering: ShardMapLowering, machine: Machine, axes: tuple[str, ...]
 ) -> cost.Link:
@@ -107,31 +138,17 @@ def link(
 
 
 def state_seconds(
-    lowering: ShardMapLowering,
-    machine: Machine,
-    traffic: Traffic,
-    compute: Mapping[Beside, float],
+    machine: Machine, moved: Moved, compute: Mapping[Beside, float]
 ) -> Exposed:
     """Transfers of weights and gradients, as far as compute does not hide them."""
-    whole: dict[Beside, float] = {}
-    of_bytes: dict[Beside, float] = {}
-    for use, terms in traffic.terms.items():
-        for term in terms:
-            links, beside = link(lowering, machine, term.axes), Beside(term.beside, use)
-            whole[beside] = whole.get(beside, 0.0) + term.seconds(links)
-            alone = term.seconds(links._replace(latency=0.0))
-            of_bytes[beside] = of_bytes.get(beside, 0.0) + alone
-
-    def exposed(lasts: Mapping[Beside, float]) -> float:
-        total = 0.0
-        for beside, seconds in lasts.items():
-            hidden = compute.get(beside, 0.0) if machine.overlaps else 0.0
+    exposed = [0.0, 0.0]
+    for beside, lasts in moved.seconds.items():
+        hidden = compute.get(beside, 0.0) if machine.overlaps else 0.0
+        for i, seconds in enumerate(lasts):
             least = _EXPOSED_OF_STEPS * seconds if beside.use == ROWS else 0.0
-            total += max(least, seconds - hidden)
-        return total
-
-    bytes_alone = exposed(of_bytes)
-    return Exposed(bytes_alone, exposed(whole) - bytes_alone)
+            exposed[i] += max(least, seconds - hidden)
+    whole, of_bytes = exposed
+    return Exposed(of_bytes, whole - of_bytes)
 
 
 def host_seconds(

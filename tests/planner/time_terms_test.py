@@ -7,6 +7,7 @@ from support import tiny_models, tiny_stack
 from support.tpu_programs import tpu
 
 from meshpar import mesh
+from meshpar.contracts.cost import Link
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import parse
@@ -16,7 +17,7 @@ from meshpar.pipeline.stage_memory import backward_buffers
 from meshpar.planner import seconds
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
-from meshpar.planner.transfers import Traffic
+from meshpar.planner.transfers import Moved
 
 NONE = seconds.Factors(*[0.0] * len(seconds.Factors._fields))
 
@@ -64,7 +65,10 @@ def test_rings_that_add_up_count_apart_from_those_that_gather():
 
     sums = term("permute", 30), term("permute", 500, gathers=True)
     rows = term("permute", 7), term("reduce_scatter", 9000)
-    assert Traffic({FEATURES: sums, ROWS: rows}, (), 0, 0).ring_sums == 37
+    links = Link(1e9)
+    moved = Moved().plus(FEATURES, sums, lambda _: links)
+    moved = moved.plus(ROWS, rows, lambda _: links)
+    assert moved.ring_sums == 37
 
 
 @tpu

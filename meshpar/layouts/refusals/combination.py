@@ -139,8 +139,5 @@ class Combination:
 
     def altered(self, changes: dict[str, Any]) -> "Combination":
         """A copy with a layout whose fields are changed, unchecked."""
-        layout = object.__new__(type(self.layout))
-        for name in _defaults(type(self.layout)):
-            value = changes.get(name, getattr(self.layout, name))
-            object.__setattr__(layout, name, value)
+        layout = self.layout.unchecked(changes)
         return dataclasses.replace(self, layout=layout)
