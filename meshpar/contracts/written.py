@@ -71,11 +71,6 @@ class WrittenCollective:
     partial: bool = False
     backward: bool = False
 
-    def times(self, number: int) -> "WrittenCollective":
-        """The collective with its runs multiplied by a number."""
-        runs = None if self.runs is None else self.runs * number
-        return dataclasses.replace(self, runs=runs)
-
 
 class _Place(NamedTuple):
     """The place of an equation.
@@ -302,19 +297,23 @@ def _moves(jaxpr: Any) -> bool:
 
 
 def written_terms(
-    written: Iterable[WrittenCollective],
+    written: Iterable[WrittenCollective], times: int = 1
 ) -> tuple[DeclaredCollective, ...]:
     """The terms of a contract: collectives of one purpose together.
 
     They are exact, except where a compiler chooses: it may split what moves along axes
     that stay automatic, and a loop may not say how often it runs.
+
+    Args:
+      written: the collectives.
+      times: how often all of them run.
     """
     totals: dict[tuple, list[float]] = {}
     for found in written:
         key = found.kind, found.axes, found.group_size, found.why or found.source
         key = *key, bool(found.whole), found.may_drop, found.partial
         total = totals.setdefault(key, [0, 0])
-        runs = math.inf if found.runs is None else found.runs
+        runs = math.inf if found.runs is None else times * found.runs
         total[0] += runs
         total[1] += runs * found.payload_bytes
     return tuple(_term(*key, *total) for key, total in totals.items())

@@ -126,5 +126,4 @@ def layers_terms(
             last = one.name == "forward again" and i == len(stack) - 1 and depth == 1
             moves = of_policy(policy, not last)
             own = (x for x in moves if x.backward == backward)
-            times = one.runs * depth
-            yield from written_terms(x.times(times) for x in own)
+            yield from written_terms(own, times=one.runs * depth)
