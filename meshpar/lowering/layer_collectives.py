@@ -4,8 +4,7 @@ The layer and its backward pass are traced once, on the shapes of one device's
 microbatch. Planners multiply what it writes by the passes over the layers.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ _AXES = {EXPERT, CONTEXT}
 
 def layer_collectives(
     frame: Frame, batch: Any, remats: Iterable[str]
-) -> dict[tuple[str, bool], list[WrittenCollective]]:
+) -> Callable[[str, bool], list[WrittenCollective]]:
     """Collectives of one layer over `expert` and `context`, forward and backward.
 
     Args:
@@ -44,16 +43,19 @@ def layer_collectives(
       remats: policies of the layer.
 
     Returns:
-      {(policy, whether the layer's output is read beside its gradients): collectives}.
+      A function from a policy, and whether the layer's output is read beside its
+      gradients, to collectives. It reads the jaxpr of all policies, traced here.
     """
-    sizes, widens, found = dict(frame.mesh.shape), frame.transports.widens, {}
+    sizes, widens = dict(frame.mesh.shape), frame.transports.widens
     remats = tuple(remats)
     jaxpr = _jaxpr(frame, batch, remats)
-    for remat, output in itertools.product(remats, (True, False)):
+
+    def collectives(remat: str, output: bool) -> list[WrittenCollective]:
         wanted = [own == remat and read for own in remats for read in (True, output)]
         every = written_collectives(with_results(jaxpr, wanted), sizes, widens)
-        found[remat, output] = [move for move in every if _AXES & set(move.axes)]
-    return found
+        return [move for move in every if _AXES & set(move.axes)]
+
+    return collectives
 
 
 def _jaxpr(frame: Frame, batch: Any, remats: Sequence[str]) -> Any:

@@ -22,6 +22,7 @@ from meshpar.layouts.axes import AXES
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
+from meshpar.layouts.plan import Plan
 from meshpar.layouts.remat import (
     EXPERT_ROWS,
     NONE,
@@ -150,7 +151,7 @@ class Facts:
         if key not in self._traces:
             policies = self.traced_with(remat, exchange)
             few, many = (
-                trace_policies(*self._traced_with(rows, exchange), policies)
+                trace_policies(*self.of_trace(exchange, rows), policies)
                 for rows in _ROWS
             )
             for policy in policies:
@@ -162,7 +163,7 @@ class Facts:
         if (remat, exchange) not in self._sizes_deferred:
             policies = self.traced_with(remat, exchange)
             few, many = (
-                trace_deferred(*self._traced_with(rows, exchange), policies)
+                trace_deferred(*self.of_trace(exchange, rows), policies)
                 for rows in _ROWS
             )
             for policy in policies:
@@ -191,8 +192,15 @@ class Facts:
         few, many = (summed(*own) for own in zip(*every, strict=True))
         return few, many
 
-    def _traced_with(self, rows: int, exchange: Layout) -> tuple[Any, ...]:
-        """The first arguments of `trace_policies`."""
+    def of_trace(
+        self, exchange: Layout, rows: int
+    ) -> tuple[LayeredModel, Plan, Mesh, Any]:
+        """Arguments of a trace: layers, plan, mesh and batch, of rows for each device.
+
+        Args:
+          exchange: of `exchange_of`, whose devices alone are in the mesh.
+          rows: of the batch on each device.
+        """
         state = self.optimizer.abstract_state
         plan = make_plan(exchange, self.model.params, state, self.compute_dtype)
         sizes = tuple(exchange.sizes.values())

@@ -7,18 +7,15 @@ moves grows with the rows. Many layouts follow from others (`exchanges`).
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-from jax.sharding import AxisType, Mesh
-
 from meshpar.contracts.written import WrittenCollective
-from meshpar.layouts.axes import AXES, CONTEXT, EXPERT
+from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_collectives import layer_collectives
+from meshpar.once import Once
 from meshpar.planner.exchanges import Law, by_law, exchange_of
 from meshpar.planner.facts import Facts
 
@@ -44,6 +41,7 @@ class LayerMoves:
         """Traces nothing yet; `facts` are those of the model."""
         self._facts = facts
         self._totals: dict[tuple, dict[_Kind, _Total]] = {}
+        self._traces = Once()
         self._found: dict[tuple, list[WrittenCollective]] = {}
 
     def of(self, layout: Layout, remat: str, output: bool) -> list[WrittenCollective]:
@@ -92,10 +90,7 @@ class LayerMoves:
                 lambda law: self._summed(law, remat, output),
                 lambda totals: {kind: total.size for kind, total in totals.items()},
             )
-            if found is None:
-                self._totals |= self._traced(exchange, remat)
-            else:
-                self._totals[key] = found
+            self._totals[key] = self._read(*key) if found is None else found
         return self._totals[key]
 
     def _summed(self, law: Law, remat: str, output: bool) -> dict[_Kind, _Total]:
@@ -113,21 +108,21 @@ class LayerMoves:
                 found[kind, (EXPERT, CONTEXT), *rest] = found.pop(key)
         return found
 
-    def _traced(self, exchange: Layout, remat: str) -> dict[tuple, dict[_Kind, _Total]]:
-        """{key of `_total`: totals} of the policies that are traced together."""
-        facts, sizes = self._facts, tuple(exchange.sizes.values())
-        remats = facts.traced_with(remat, exchange)
-        if math.prod(sizes) == 1:
-            every = itertools.product((exchange,), remats, (False, True))
-            return dict.fromkeys(every, {})
-        state = facts.optimizer.abstract_state
-        plan = make_plan(exchange, facts.model.params, state, facts.compute_dtype)
-        devices = np.array(facts.devices[: math.prod(sizes)]).reshape(sizes)
-        mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-        frame = Frame(facts.layered, plan, mesh, ())
-        batch = facts.batch_of(_ROWS * exchange.expert)
-        found = layer_collectives(frame, batch, remats)
-        return {(exchange, *key): _totals(moves) for key, moves in found.items()}
+    def _read(self, exchange: Layout, remat: str, output: bool) -> dict[_Kind, _Total]:
+        """`_total` of an exchange that is traced, with all policies of a search."""
+        if math.prod(exchange.sizes.values()) == 1:
+            return {}
+        remats = self._facts.traced_with(remat, exchange)
+        key = exchange, remats
+        traced = self._traces.of(key, lambda: self._traced(*key))
+        return _totals(traced(remat, output))
+
+    def _traced(
+        self, exchange: Layout, remats: tuple[str, ...]
+    ) -> Callable[[str, bool], list[WrittenCollective]]:
+        """`layer_collectives` of an exchange."""
+        layered, plan, mesh, batch = self._facts.of_trace(exchange, _ROWS)
+        return layer_collectives(Frame(layered, plan, mesh, ()), batch, remats)
 
 
 def _totals(moves: Iterable[WrittenCollective]) -> dict[_Kind, _Total]:

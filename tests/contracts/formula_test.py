@@ -120,7 +120,7 @@ def test_what_layers_move_is_written_as_planners_multiply_one_layer(layout, rout
     frame, passes = lowering.frame, lowering.runner.layer_passes
     remats = [remat for remat, _ in segments(program.layout.remat, 2)]
     found = layer_collectives(frame, program.step_batch, remats)
-    terms = layers_terms(program.layout, passes, lambda *key: found[key])
+    terms = layers_terms(program.layout, passes, found)
     assert totals(written) == totals(terms) != {}
 
 
