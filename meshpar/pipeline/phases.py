@@ -161,6 +161,11 @@ class TickLoop:
             phase.head is True and phase.backward is True for phase in self.phases
         )
 
+    @property
+    def runs_both_ways(self) -> bool:
+        """Whether some ticks run layers forward and backward."""
+        return any(phase.forward and phase.backward for phase in self.phases)
+
     def _count_ticks(self, condition: Callable[[Phase], bool]) -> int:
         phases = (phase for phase in self.phases if condition(phase))
         return sum(phase.stop - phase.start for phase in phases)

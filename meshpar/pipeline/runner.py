@@ -224,11 +224,12 @@ class PipelineRunner(Runner):
         # A stage's weights were divided by the depth of the whole stack.
         layer = held.layer * self.layout.pipe
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
+        fresh = rows * traced.saved
         if not self.saves_residuals:
             of_program = self.frame, self.zero, self.loop
-            buffers = stage_memory.backward_buffers(*of_program)
-            saved += rows * traced.saved * buffers
-        return self._held._replace(activations=saved, layer=layer)
+            saved += fresh * stage_memory.backward_buffers(*of_program)
+            fresh = 0
+        return self._held._replace(activations=saved, layer=layer, fresh=fresh)
 
     @functools.cached_property
     def _held(self) -> Held:

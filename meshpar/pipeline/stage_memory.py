@@ -101,4 +101,5 @@ def held(frame: Frame, zero: Zero, loop: TickLoop) -> Held:
         in_ticks=True,
         head_beside_layers=loop.runs_head_beside_layers,
         scatters=zero.splits_any,
+        runs_both_ways=loop.runs_both_ways,
     )
