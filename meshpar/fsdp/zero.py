@@ -23,14 +23,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params, rounded, to_device
+from meshpar.arrays import Array, Params, abstract_layer, rounded, to_device
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.contracts.purposes import purpose
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import gather_shards, reduce_scatter_grads
 from meshpar.fsdp.gather_order import gather_with
 from meshpar.fsdp.layer_scan import LayerScan
-from meshpar.fsdp.sharding import ManualSharding, automatic_specs
+from meshpar.fsdp.sharding import (
+    ManualSharding,
+    automatic_specs,
+    on_local_shards,
+)
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.remat import NONE
@@ -326,11 +330,16 @@ class Zero:
             with self._moves(f"gradients: {SHARED}"):
                 shared = reduce_scatter_grads(shared, self.shardings, transport)
         if stack and self.splits_any and not self.reduces_early:
-            args = self.layer_shardings, transport
+            scatter = functools.partial(
+                reduce_scatter_grads,
+                shardings=self.layer_shardings,
+                transport=transport,
+            )
             least = min(stack, key=lambda path: stack[path].size)  # One delays all.
-            ready = self.after(shared | reduced, {least: stack[least]})
+            stack |= self.after(shared | reduced, {least: stack[least]})
+            in_place = functools.partial(_map_in_place, scatter)
             with self._moves("gradients: layer by layer, once a step"):
-                stack = lax.map(lambda x: reduce_scatter_grads(x, *args), stack | ready)
+                stack = on_local_shards(in_place, stack, self.shardings)
             shared = self.after(stack, shared)
         return {**shared, **stack}
 
@@ -342,3 +351,35 @@ class Zero:
         if not self.transports.mixes:
             return later
         return after(first, later, automatic_specs(self.shardings))
+
+
+def _map_in_place(fn: Callable[[Params], Params], stack: Params) -> Params:
+    """`lax.map(fn, stack)` that writes each result over the layer that it is made of.
+
+    TPU compilers give the results of `lax.map` memory of their own, and that before the
+    loops that make the stack begin.
+
+    Args:
+      fn: {path: [...]} -> {path: an array of the same dtype and rank, no dim larger}.
+      stack: {path: [layers, ...]}.
+    """
+    depth = len(next(iter(stack.values())))
+
+    def write(stack: Params, i: Array) -> tuple[Params, None]:
+        layer = {
+            path: lax.dynamic_index_in_dim(x, i, 0, False) for path, x in stack.items()
+        }
+        results = fn(layer)
+        return {
+            path: lax.dynamic_update_slice(
+                x, results[path][None], (i, *[0] * (x.ndim - 1))
+            )
+            for path, x in stack.items()
+        }, None
+
+    results = jax.eval_shape(fn, abstract_layer(stack))
+    stack, _ = lax.scan(write, stack, jnp.arange(depth))
+    return {
+        path: lax.slice(x, [0] * x.ndim, (depth, *results[path].shape))
+        for path, x in stack.items()
+    }
