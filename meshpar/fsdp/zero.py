@@ -23,7 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params, abstract_layer, rounded, to_device
+from meshpar.arrays import (
+    Array,
+    Params,
+    abstract_layer,
+    rounded,
+    to_device,
+    vary_alike,
+)
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.contracts.purposes import purpose
 from meshpar.errors import LayoutError
@@ -41,6 +48,7 @@ from meshpar.layouts.remat import NONE
 from meshpar.layouts.scope import with_policy
 from meshpar.layouts.stacks import InStack, Stacks, standing
 from meshpar.mesh.order import after
+from meshpar.mesh.platform import traced_platform
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
 SHARED = "embedding, head and other shared tensors"
@@ -337,9 +345,9 @@ class Zero:
             )
             least = min(stack, key=lambda path: stack[path].size)  # One delays all.
             stack |= self.after(shared | reduced, {least: stack[least]})
-            in_place = functools.partial(_map_in_place, scatter)
+            scattered = functools.partial(_map_layers, scatter)
             with self._moves("gradients: layer by layer, once a step"):
-                stack = on_local_shards(in_place, stack, self.shardings)
+                stack = on_local_shards(scattered, stack, self.shardings)
             shared = self.after(stack, shared)
         return {**shared, **stack}
 
@@ -353,33 +361,37 @@ class Zero:
         return after(first, later, automatic_specs(self.shardings))
 
 
-def _map_in_place(fn: Callable[[Params], Params], stack: Params) -> Params:
-    """`lax.map(fn, stack)` that writes each result over the layer that it is made of.
+def _map_layers(fn: Callable[[Params], Params], stack: Params) -> Params:
+    """`lax.map(fn, stack)`, whose results take no memory before the stack is there.
 
-    TPU compilers give the results of `lax.map` memory of their own, and that before the
-    loops that make the stack begin.
+    Where a compiler would give it to them before the loops that make the stack, a
+    conditional gives it, since that reads a number of the stack.
 
     Args:
-      fn: {path: [...]} -> {path: an array of the same dtype and rank, no dim larger}.
+      fn: {path: array of a layer} -> {path: array}.
       stack: {path: [layers, ...]}.
     """
-    depth = len(next(iter(stack.values())))
-
-    def write(stack: Params, i: Array) -> tuple[Params, None]:
-        layer = {
-            path: lax.dynamic_index_in_dim(x, i, 0, False) for path, x in stack.items()
-        }
-        results = fn(layer)
-        return {
-            path: lax.dynamic_update_slice(
-                x, results[path][None], (i, *[0] * (x.ndim - 1))
-            )
-            for path, x in stack.items()
-        }, None
-
+    if not traced_platform().allocates_early:
+        return lax.map(fn, stack)
     results = jax.eval_shape(fn, abstract_layer(stack))
-    stack, _ = lax.scan(write, stack, jnp.arange(depth))
-    return {
-        path: lax.slice(x, [0] * x.ndim, (depth, *results[path].shape))
-        for path, x in stack.items()
-    }
+    depth, path = min((x.shape[0], path) for path, x in stack.items())
+
+    def filled(fill: Callable[..., Array]) -> Params:
+        return {
+            path: vary_alike(fill((depth, *x.shape), x.dtype), stack[path])[0]
+            for path, x in results.items()
+        }
+
+    number = stack[path][(0,) * stack[path].ndim]
+    args = functools.partial(filled, lax.empty), functools.partial(filled, jnp.zeros)
+    out = lax.cond(number == number, *args)
+
+    def write(out: Params, row: tuple[Array, Params]) -> tuple[Params, None]:
+        i, layer = row
+        written = {
+            path: lax.dynamic_update_index_in_dim(out[path], x, i, 0)
+            for path, x in fn(layer).items()
+        }
+        return written, None
+
+    return lax.scan(write, out, (jnp.arange(depth), stack))[0]

@@ -49,6 +49,8 @@ class Platform:
       copies_to_orders: whether a whole array is copied into another order in memory
         where conditionals choose different ones for it, such as one that writes it and
         one that reads a row (XLA:TPU, seen with libtpu 0.0.50).
+      allocates_early: whether the results of a loop get memory before the loops whose
+        results it reads (XLA:TPU, seen with libtpu 0.0.50).
       mixes_collectives: whether a collective that follows a loop and reads nothing of
         it may run among the collectives of the loop. Devices do not agree where, and
         the process aborts, waits for ever, or adds up what does not belong together
@@ -70,6 +72,7 @@ class Platform:
     adds_rows_in_place: bool = False
     copies_rows: bool = False
     copies_to_orders: bool = False
+    allocates_early: bool = False
     mixes_collectives: bool = False
 
     def logits_in_memory(self, size: int) -> int:
@@ -97,6 +100,7 @@ TPU = Platform(
     adds_rows_in_place=True,
     copies_rows=True,
     copies_to_orders=True,
+    allocates_early=True,
 )
 
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}
