@@ -376,15 +376,17 @@ def _map_layers(fn: Callable[[Params], Params], stack: Params) -> Params:
     results = jax.eval_shape(fn, abstract_layer(stack))
     depth, path = min((x.shape[0], path) for path, x in stack.items())
 
-    def filled(fill: Callable[..., Array]) -> Params:
+    def unwritten() -> Params:
         return {
-            path: vary_alike(fill((depth, *x.shape), x.dtype), stack[path])[0]
+            path: vary_alike(lax.empty((depth, *x.shape), x.dtype), stack[path])[0]
             for path, x in results.items()
         }
 
+    def other() -> Params:  # Branches that do the same would be one, and no branch.
+        return {path: x.at[(0,) * x.ndim].set(0) for path, x in unwritten().items()}
+
     number = stack[path][(0,) * stack[path].ndim]
-    args = functools.partial(filled, lax.empty), functools.partial(filled, jnp.zeros)
-    out = lax.cond(number == number, *args)
+    out = lax.cond(number == 0, other, unwritten)
 
     def write(out: Params, row: tuple[Array, Params]) -> tuple[Params, None]:
         i, layer = row
