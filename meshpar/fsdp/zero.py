@@ -37,6 +37,7 @@ from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import gather_shards, reduce_scatter_grads
 from meshpar.fsdp.gather_order import gather_with
 from meshpar.fsdp.layer_scan import LayerScan
+from meshpar.fsdp.memory_order import in_one_order
 from meshpar.fsdp.sharding import (
     ManualSharding,
     automatic_specs,
@@ -308,12 +309,24 @@ class Zero:
     ) -> Params:
         """Whole weights, in the dtype in which they move."""
         if self.casts_layers:
+            turned = {p: x for p, x in constants.items() if self._turns_layer(p, x)}
+            constants = {**constants, **in_one_order(turned)}
             dtypes = {path: x.dtype for path, x in self.cast(constants).items()}
             constants = {p: rounded(x, dtypes[p]) for p, x in constants.items()}
             constants = self.cast(constants)
         if self.gathers_layers:
             return gather_shards({**leaves, **constants}, shardings, transport)
         return constants if self.reduces_early else {**leaves, **constants}
+
+    def _turns_layer(self, path: str, x: Array) -> bool:
+        """Whether a layer's weight is put into another order by itself.
+
+        Matmuls read heads in another order than the stack has. Left to it, the TPU
+        compiler turns the stack. Experts are many: turned in each pass they take
+        longer than once in a step, but not than once with its sums.
+        """
+        is_expert = path in self.in_place
+        return x.ndim > 2 and (not is_expert or self.layout.microbatches > 1)
 
     def reduced(
         self,

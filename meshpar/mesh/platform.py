@@ -48,7 +48,8 @@ class Platform:
         (XLA:TPU, seen with libtpu 0.0.50).
       copies_to_orders: whether a whole array is copied into another order in memory
         where conditionals choose different ones for it, such as one that writes it and
-        one that reads a row (XLA:TPU, seen with libtpu 0.0.50).
+        one that reads a row, or where a loop reads rows in another one (XLA:TPU, seen
+        with libtpu 0.0.50).
       allocates_early: whether the results of a loop get memory before the loops whose
         results it reads (XLA:TPU, seen with libtpu 0.0.50).
       mixes_collectives: whether a collective that follows a loop and reads nothing of

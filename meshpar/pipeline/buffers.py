@@ -10,13 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshpar.arrays import Array
 from meshpar.contracts.purposes import purpose
-from meshpar.fsdp.buckets import TILE
 from meshpar.layouts.axes import PIPE
-from meshpar.mesh.platform import traced_platform
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
@@ -71,30 +68,6 @@ def put_slot(buffer: Any, slot: Array, value: Any) -> Any:
         buffer,
         value,
     )
-
-
-def in_one_order(tree: Any) -> Any:
-    """A tree in an order in memory that all who write and read a buffer agree on.
-
-    Where conditionals write and read it, each may choose its own order otherwise, and
-    the whole buffer is copied from one to the other in every tick
-    (`Platform.copies_to_orders`). The last dim varies fastest, unless only another one
-    fills whole tiles.
-    """
-    if not traced_platform().copies_to_orders:
-        return tree
-    return jax.tree.map(lambda x: with_layout_constraint(x, _order(x.shape)), tree)
-
-
-def _order(shape: tuple[int, ...]) -> Layout:
-    """The order of dims in memory, of which the last one varies fastest."""
-    dims = list(range(len(shape)))
-    full = [dim for dim in dims if shape[dim] % TILE[1] == 0]
-    if full and dims[-1] not in full:
-        fastest = max(full, key=shape.__getitem__)
-        dims.remove(fastest)
-        dims.append(fastest)
-    return Layout(tuple(dims))
 
 
 def where_tree(on: Array, value: Any, other: Any) -> Any:

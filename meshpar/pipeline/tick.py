@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
+from meshpar.fsdp.memory_order import in_one_order
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
 from meshpar.pipeline.buffers import (
     ACTIVATIONS,
     GRADIENTS,
-    in_one_order,
     put_slot,
     take_slot,
     where_tree,
