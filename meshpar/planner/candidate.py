@@ -168,7 +168,7 @@ class Candidates:
         terms: Iterable[DeclaredCollective],
         before: Moved,
     ) -> Moved:
-        """What collectives move, in addition of what others move."""
+        """Adds what collectives move to what others move."""
         return before.plus(use, terms, functools.partial(link, lowering, self.machine))
 
     def _check_rows(self) -> None:

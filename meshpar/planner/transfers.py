@@ -44,7 +44,7 @@ class Beside(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What collectives move in a step: weights, gradients and tokens of exchanges.
+    """Sums over the collectives of a step: of weights, gradients and exchanged tokens.
 
     Attributes:
       wire_bytes: bytes that a device sends.

@@ -12,6 +12,7 @@ from support.tiny_models import lower
 from support.tpu_programs import tpu
 
 from meshpar import mesh
+from meshpar.fsdp import memory_order
 from meshpar.jaxprs.walk import equations
 from meshpar.mesh import platform
 from meshpar.pipeline import buffers
@@ -29,7 +30,7 @@ from meshpar.pipeline import buffers
     ],
 )
 def test_the_dim_that_fills_whole_tiles_varies_fastest(shape, order):
-    assert buffers._order(shape).major_to_minor == order
+    assert memory_order._order(shape).major_to_minor == order
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_the_dim_that_fills_whole_tiles_varies_fastest(shape, order):
 )
 def test_what_conditionals_save_for_others_has_one_order(beside, diverges, monkeypatch):
     """Stages with collectives of their own run in lock step, without conditionals."""
-    monkeypatch.setattr(buffers, "traced_platform", lambda: platform.TPU)
+    monkeypatch.setattr(memory_order, "traced_platform", lambda: platform.TPU)
     program = lower(f"pipe=2,{beside},microbatches=2,schedule=zb_h1")
     eqns = equations(program.inspection.traced.jaxpr.jaxpr)
     fixed = any(eqn.primitive.name == "layout_constraint" for eqn in eqns)
@@ -48,7 +49,7 @@ def test_what_conditionals_save_for_others_has_one_order(beside, diverges, monke
 def test_conditionals_that_write_and_read_a_buffer_copy_no_more_than_a_slot(
     monkeypatch,
 ):
-    monkeypatch.setattr(buffers, "traced_platform", lambda: platform.TPU)
+    monkeypatch.setattr(memory_order, "traced_platform", lambda: platform.TPU)
     (device, *_) = mesh.topology("v5e:2x2")
     slots, depth, tokens, width = 3, 2, 512, 256
 
@@ -60,14 +61,14 @@ def test_conditionals_that_write_and_read_a_buffer_copy_no_more_than_a_slot(
                     return x, x
 
                 saved = lax.scan(layer, xs[at], jnp.arange(depth))[1]
-                saved = buffers.in_one_order(saved)
-                return buffers.in_one_order(buffers.put_slot(buffer, at, saved))
+                saved = memory_order.in_one_order(saved)
+                return memory_order.in_one_order(buffers.put_slot(buffer, at, saved))
 
             def read(total):
                 def layer(total, x):
                     return total + jnp.einsum("bld,ble->de", x, ys[at]), None
 
-                saved = buffers.in_one_order(buffers.take_slot(buffer, at))
+                saved = memory_order.in_one_order(buffers.take_slot(buffer, at))
                 return lax.scan(layer, total, saved)[0]
 
             buffer, total = carry
