@@ -148,6 +148,8 @@ def predicted_memory(
             layer += _GATHERED_BY_HEAD * held.gathered
         shared = traced.largest * (1 if traced.tied else 2)  # Embedding and head.
         head = _SCATTERED * shared if held.scatters else 0.0
+        if not held.runs_both_ways:  # What was saved is read by then.
+            head -= held.activations
         if held.layer:
             # What ticks gather has memory before the loop of ticks begins.
             gathered = _LAYER_IN_TICKS * (held.layer - held.experts)
