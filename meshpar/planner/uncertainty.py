@@ -49,7 +49,7 @@ def kind_of(layout: Layout) -> str:
 
 MEASURED: dict[tuple[str, str], Uncertainty] = {
     (TPU, OTHERS): Uncertainty(ErrorRange(0.96, 1.04), ErrorRange(0.84, 1.12)),
-    (TPU, TENSOR): Uncertainty(ErrorRange(0.94, 1.03), ErrorRange(0.90, 1.15)),
+    (TPU, TENSOR): Uncertainty(ErrorRange(0.91, 1.03), ErrorRange(0.90, 1.15)),
     (TPU, PIPE): Uncertainty(ErrorRange(0.91, 1.02), ErrorRange(0.91, 1.91)),
     (GPU, OTHERS): Uncertainty(ErrorRange(0.99, 1.01), None),
     (GPU, TENSOR): Uncertainty(ErrorRange(1.02, 1.03), None),
