@@ -13,9 +13,9 @@ def in_one_order(tree: Any) -> Any:
     """A tree in an order in memory that all who write and read an array agree on.
 
     Each may choose its own order otherwise, and the whole array is copied from one to
-    the other (`Platform.copies_to_orders`): a buffer of a pipeline in every tick, and a
-    stack of weights in each step, which holds the copy to its end. The last dim varies
-    fastest, unless only another one fills whole tiles.
+    the other (`Platform.copies_to_orders`). A buffer of a pipeline is copied in every
+    tick, a stack of weights once a step, and that copy is held to the end of the step.
+    The last dim varies fastest, unless only another one fills whole tiles.
     """
     if not traced_platform().copies_to_orders:
         return tree

@@ -69,11 +69,8 @@ class Moved(NamedTuple):
           terms: the collectives, declared exactly.
           link_of: the links of a collective along some axes.
         """
-        wire_bytes, ring_sums, seconds = (
-            self.wire_bytes,
-            self.ring_sums,
-            {**self.seconds},
-        )
+        wire_bytes, ring_sums = self.wire_bytes, self.ring_sums
+        seconds = dict(self.seconds)
         for term in terms:
             wire_bytes += term.wire_bytes
             if term.kind == "permute" and not term.gathers:

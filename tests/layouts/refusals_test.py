@@ -1,7 +1,9 @@
 """The table of refusals: every record is met, and layouts that fit are not refused."""
 
 import collections
+import dataclasses
 import functools
+import itertools
 import pickle
 import random
 
@@ -11,6 +13,7 @@ from meshpar import layouts
 from meshpar.errors import LayoutError
 from meshpar.explain.random_layouts import draw_layouts
 from meshpar.islands.mode import Islands
+from meshpar.layouts.layout import DEFAULTS
 from meshpar.layouts.refusals import OF_GENERATION, OF_LAYOUTS, OF_TRAINING, REFUSALS
 from meshpar.layouts.refusals.combination import Combination, ModelTraits
 from meshpar.layouts.refusals.reasons import (
@@ -21,6 +24,7 @@ from meshpar.layouts.refusals.reasons import (
     possible_lowerings,
     reasons,
 )
+from meshpar.layouts.remat import NONE, REMAT_POLICIES
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.pipeline.spec import pipeline_traits
 
@@ -235,6 +239,24 @@ def test_an_error_goes_to_another_process_with_its_message():
         layouts.parse("data=4,zero=2")
     again = pickle.loads(pickle.dumps(error.value))
     assert isinstance(again, LayoutError) and str(again) == str(error.value)
+
+
+def test_no_refusal_looks_at_which_policy_all_layers_have():
+    """Planners check a layout under one policy for all (`space.layouts`)."""
+    rng, refused = random.Random(0), 0
+    drawn = [layouts.parse(draw.layout) for draw in draw_layouts(300, 8, seed=6)]
+    for one, other in itertools.pairwise(drawn):
+        fields = rng.sample(sorted(DEFAULTS), len(DEFAULTS) // 2)
+        mixed = one.unchecked({name: getattr(other, name) for name in fields})
+        met = []
+        for policy in (NONE, *REMAT_POLICIES):
+            layout = mixed.unchecked({"remat": policy})
+            asked = dataclasses.replace(combination("data=1"), layout=layout)
+            tables = OF_LAYOUTS, OF_TRAINING
+            met.append([r.refusal for table in tables for r in reasons(asked, table)])
+        assert all(causes == met[0] for causes in met), mixed
+        refused += bool(met[0])
+    assert 50 < refused < 250
 
 
 def test_layouts_that_fit_random_combinations_are_not_refused():
