@@ -10,6 +10,7 @@ head are split over `tensor` under all of them, and so are the weights of the la
 Source: Miao et al., Galvatron, arXiv:2211.13878, section 3 (strategies by layer).
 """
 
+import functools
 from typing import NamedTuple
 
 from meshpar.errors import LayoutError, nearest, shown
@@ -59,6 +60,7 @@ class Segment(NamedTuple):
     count: int
 
 
+@functools.cache
 def segments(layers: str, remat: str, depth: int) -> tuple[Segment, ...]:
     """Consecutive layers that run alike, in the order in which they run.
 
@@ -82,6 +84,7 @@ def segments(layers: str, remat: str, depth: int) -> tuple[Segment, ...]:
     return tuple(found)
 
 
+@functools.cache
 def policies(
     layers: str, remat: str, depth: int, use: str = FEATURES
 ) -> tuple[tuple[str, int], ...]:
@@ -112,6 +115,7 @@ class Run(NamedTuple):
         return self.enters + self.exits
 
 
+@functools.cache
 def runs(layers: str, remat: str, depth: int) -> tuple[Run, ...]:
     """The segments of the stack; embedding and head around it split features.
 

@@ -189,9 +189,8 @@ class Layout:
 
     def unchecked(self, changes: dict[str, Any]) -> "Layout":
         """A copy with other fields, {name: canonical value}, which nothing checks."""
-        copy = object.__new__(type(self))
-        fields = {name: getattr(self, name) for name in DEFAULTS}
-        vars(copy).update(fields | changes)
+        copy, own = object.__new__(type(self)), vars(self)
+        vars(copy).update({name: own[name] for name in DEFAULTS} | changes)
         return copy
 
     def _check_kinds(self) -> None:

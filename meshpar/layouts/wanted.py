@@ -42,10 +42,11 @@ class Wanted:
 
     def keeps(self, layout: Layout) -> bool:
         """Whether a layout is as wanted."""
-        values = {name: getattr(layout, name) for name in DEFAULTS}
-        values["zero"] = layout.zero_level
-        exact = {k: v for k, v in self.required.items() if k not in (*RULES, *REGEXES)}
-        as_required = all(values[name] == value for name, value in exact.items())
+        as_required = all(
+            (layout.zero_level if name == "zero" else getattr(layout, name)) == value
+            for name, value in self.required.items()
+            if name not in (*RULES, *REGEXES)
+        )
         return as_required and all(
             getattr(layout, name) in (DEFAULTS[name], UNUSED.get(name))
             for name in self.forbidden

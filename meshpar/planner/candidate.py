@@ -100,6 +100,7 @@ class Candidates:
         self._meshes, self._plans, self._row_dims = Once(), Once(), Once()
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
         self._moves = LayerMoves(facts)
+        self._exchanges: dict[tuple, Moved] = {}
         self._last: tuple[tuple, dict[bool, _Shared]] = (), {}
 
     def candidate(self, layout: Layout) -> Candidate:
@@ -124,8 +125,7 @@ class Candidates:
         traced = traced._replace(largest=shared.largest, logits=logits)
         one_way = facts.layer(layout, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
-        exchanged = self._exchanged(layout, lowering)
-        moved = self._moved(lowering, FEATURES, exchanged, shared.moved)
+        moved = shared.moved.plus(self._exchanged(lowering))
         traffic = Traffic(moved, host, one_way, shared.sends)
         memory = lowering.memory(None, traced=traced)
         seconds = step_seconds(
@@ -153,23 +153,19 @@ class Candidates:
                 self._check_rows()
             lowering = self._lowering(layout)
             declared = self._declared(lowering)
-            moved = self._moved(lowering, FEATURES, declared, Moved())
+            moved = self._moved(lowering, FEATURES, declared)
             runner = lowering.runner
             row_terms = runner.declared_row_moves(runner.row_passes)
-            moved = self._moved(lowering, ROWS, row_terms, moved)
+            moved = moved.plus(self._moved(lowering, ROWS, row_terms))
             largest = largest_weight(self.facts.layered, lowering.plan)
             found[saves] = _Shared(lowering, moved, self._sends(lowering), largest)
         return found[saves]
 
     def _moved(
-        self,
-        lowering: ShardMapLowering,
-        use: str,
-        terms: Iterable[DeclaredCollective],
-        before: Moved,
+        self, lowering: ShardMapLowering, use: str, terms: Iterable[DeclaredCollective]
     ) -> Moved:
-        """Adds what collectives move to what others move."""
-        return before.plus(use, terms, functools.partial(link, lowering, self.machine))
+        """Sums over what collectives move."""
+        return Moved.of(use, terms, functools.partial(link, lowering, self.machine))
 
     def _check_rows(self) -> None:
         """Refuses layers that split rows, if activations do not allow it."""
@@ -230,14 +226,19 @@ class Candidates:
             yield from self._terms[key] if own is None else own
         yield from lowering.owners_terms()
 
-    def _exchanged(
-        self, layout: Layout, lowering: ShardMapLowering
-    ) -> Iterable[DeclaredCollective]:
-        """Collectives inside layers, along which tokens are exchanged."""
+    def _exchanged(self, lowering: ShardMapLowering) -> Moved:
+        """Sums over the collectives inside layers, along which tokens are exchanged."""
+        layout, passes = lowering.layout, lowering.runner.layer_passes
         if layout.expert == 1 and layout.context == 1:
-            return ()
+            return Moved()
         of_policy = functools.partial(self._moves.of, layout)
-        return layers_terms(layout, lowering.runner.layer_passes, of_policy)
+        key = self._moves.depend_on(layout), tuple(passes), layout.layers, layout.remat
+        if self.machine.num_slices > 1:
+            key = *key, *layout.sizes.values()  # Links depend on them.
+        if key not in self._exchanges:
+            terms = layers_terms(layout, passes, of_policy)
+            self._exchanges[key] = self._moved(lowering, FEATURES, terms)
+        return self._exchanges[key]
 
     def _sends(self, lowering: ShardMapLowering) -> int:
         """Number of activations and gradients that one stage sends in a step."""

@@ -6,6 +6,7 @@ FLOPs. No layout traces the model again.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.errors import MeshparError
-from meshpar.layouts.axes import AXES
+from meshpar.layouts.axes import AXES, EXPERT, is_held
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
@@ -171,9 +172,17 @@ class Facts:
         return self._sizes_deferred[remat, exchange]
 
     def traced_with(self, remat: str, exchange: Layout) -> tuple[str, ...]:
-        """The policies that are traced with one: those that a search tries."""
-        tried = self.used.policies(exchange.expert > 1)
+        """The policies that are traced with one: those that a search tries.
+
+        Laws for `expert` read those of experts without it, too.
+        """
+        tried = self.used.policies(exchange.expert > 1 or self._has_experts)
         return tried if remat in tried else (remat,)
+
+    @functools.cached_property
+    def _has_experts(self) -> bool:
+        every = (param.names or () for param in self.model.params.values())
+        return any(is_held(EXPERT, dim) for dim in itertools.chain(*every))
 
     def law_of(self, exchange: Layout) -> Law | None:
         """The law by which a layout of exchanges follows; None if it is traced."""

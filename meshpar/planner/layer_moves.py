@@ -52,19 +52,25 @@ class LayerMoves:
           remat: the layer's policy.
           output: whether the layer's output is read, and not its gradients alone.
         """
+        key = self.depend_on(layout), remat, output
+        if key not in self._found:
+            self._found[key] = self._scaled(*key)
+        return self._found[key]
+
+    def depend_on(self, layout: Layout) -> tuple[Layout, float, int]:
+        """The properties of a layout on which the collectives of a layer depend.
+
+        Returns:
+          Its exchange, how many times the rows that are traced, and the size of
+          `tensor`.
+        """
         rows = self._facts.rows / layout.num_token_shards / layout.microbatches
-        times = rows * layout.context / _ROWS
-        exchange = exchange_of(layout)
-        shares = exchange, remat, output, times, layout.tensor
-        if shares not in self._found:
-            self._found[shares] = self._scaled(*shares)
-        return self._found[shares]
+        return exchange_of(layout), rows * layout.context / _ROWS, layout.tensor
 
     def _scaled(
-        self, exchange: Layout, remat: str, output: bool, times: float, tensor: int
+        self, key: tuple[Layout, float, int], remat: str, output: bool
     ) -> list[WrittenCollective]:
-        """`of`, with so many times the rows that are traced."""
-        found = []
+        found, (exchange, times, tensor) = [], key
         for key, total in self._total(exchange, remat, output).items():
             kind, axes, why, may_drop, partial, backward = key
             # `tensor` splits heads, and no rows of experts.

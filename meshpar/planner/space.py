@@ -8,6 +8,7 @@ for bounds that keep the space small.
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ _CHUNKS = 2, 4
 _OF_LAYERS = "remat", "layers"
 """Options by which layers may run in their own ways."""
 
-_NOT_OF_LAYERS = [name for name in DEFAULTS if name not in _OF_LAYERS]
+_beside_layers = operator.attrgetter(*(n for n in DEFAULTS if n not in _OF_LAYERS))
 
 _MAY_STAY_WHOLE = ("vocab",)
 """Dims that `tensor` leaves whole where it does not divide them: embedding and head are
@@ -146,7 +147,7 @@ def _of_policies(fields: dict[str, Any], remat: Sequence[str]) -> Iterator[Layou
 
 def beside_layers(layout: Layout) -> tuple[Any, ...]:
     """A key of all fields of a layout except those that may differ between layers."""
-    return tuple(getattr(layout, name) for name in _NOT_OF_LAYERS)
+    return _beside_layers(layout)
 
 
 def offloaded(layouts: Sequence[Layout], wanted: Wanted) -> Iterator[Layout]:
@@ -157,13 +158,18 @@ def offloaded(layouts: Sequence[Layout], wanted: Wanted) -> Iterator[Layout]:
     follow each other: they share most costs if they differ in `remat` alone.
     """
     resident = [layout for layout in layouts if not layout.offloaded]
-    for offload, layout in itertools.product(_OFFLOADS, resident):
-        try:
-            variant = dataclasses.replace(layout, offload=offload)
+    alike = [list(group) for _, group in itertools.groupby(resident, _beside_remat)]
+    for offload, (first, *others) in itertools.product(_OFFLOADS, alike):
+        try:  # As in `_of_policies`, one is checked for all.
+            copy = dataclasses.replace(first, offload=offload)
         except LayoutError:
             continue
-        if wanted.keeps(variant):
-            yield variant
+        copies = (copy, *(x.unchecked({"offload": copy.offload}) for x in others))
+        yield from filter(wanted.keeps, copies)
+
+
+def _beside_remat(layout: Layout) -> tuple[Any, ...]:
+    return beside_layers(layout), layout.layers
 
 
 def _dims(axis: str) -> set[str]:

@@ -1,6 +1,7 @@
 """Predicts the time of transfers that compute does not hide."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -56,31 +57,44 @@ class Moved(NamedTuple):
     ring_sums: int = 0
     seconds: Mapping[Beside, tuple[float, float]] = MappingProxyType({})
 
-    def plus(
-        self,
+    @classmethod
+    def of(
+        cls,
         use: str,
         terms: Iterable[DeclaredCollective],
         link_of: Callable[[tuple[str, ...]], cost.Link],
     ) -> "Moved":
-        """Adds collectives.
+        """Sums over collectives.
 
         Args:
           use: of `tensor`, by the layers beside them.
           terms: the collectives, declared exactly.
           link_of: the links of a collective along some axes.
         """
-        wire_bytes, ring_sums = self.wire_bytes, self.ring_sums
-        seconds = dict(self.seconds)
+        wire_bytes, ring_sums = 0.0, 0
+        links: dict[tuple[str, ...], tuple[cost.Link, cost.Link]] = {}
+        seconds: dict[Beside, tuple[float, float]] = {}
         for term in terms:
             wire_bytes += term.wire_bytes
             if term.kind == "permute" and not term.gathers:
                 ring_sums += term.payload_bytes
-            links, beside = link_of(term.axes), Beside(term.beside, use)
-            whole, alone = seconds.get(beside, (0.0, 0.0))
-            whole += term.seconds(links)
-            alone += term.seconds(links._replace(latency=0.0))
-            seconds[beside] = whole, alone
-        return Moved(wire_bytes, ring_sums, seconds)
+            if term.axes not in links:
+                own = link_of(term.axes)
+                links[term.axes] = own, own._replace(latency=0.0)
+            beside = Beside(term.beside, use)
+            before = seconds.get(beside, (0.0, 0.0))
+            own = map(term.seconds, links[term.axes])
+            seconds[beside] = tuple(map(operator.add, before, own))
+        return cls(wire_bytes, ring_sums, seconds)
+
+    def plus(self, other: "Moved") -> "Moved":
+        """The sums over the collectives of both."""
+        seconds = dict(self.seconds)
+        for beside, own in other.seconds.items():
+            before = seconds.get(beside, (0.0, 0.0))
+            seconds[beside] = tuple(map(operator.add, before, own))
+        wire_bytes = self.wire_bytes + other.wire_bytes
+        return Moved(wire_bytes, self.ring_sums + other.ring_sums, seconds)
 
 
 class Traffic(NamedTuple):

@@ -66,8 +66,8 @@ def test_rings_that_add_up_count_apart_from_those_that_gather():
     sums = term("permute", 30), term("permute", 500, gathers=True)
     rows = term("permute", 7), term("reduce_scatter", 9000)
     links = Link(1e9)
-    moved = Moved().plus(FEATURES, sums, lambda _: links)
-    moved = moved.plus(ROWS, rows, lambda _: links)
+    moved = Moved.of(FEATURES, sums, lambda _: links)
+    moved = moved.plus(Moved.of(ROWS, rows, lambda _: links))
     assert moved.ring_sums == 37
 
 
