@@ -52,6 +52,9 @@ class Platform:
         with libtpu 0.0.50).
       allocates_early: whether the results of a loop get memory before the loops whose
         results it reads (XLA:TPU, seen with libtpu 0.0.50).
+      pads_scattered_bytes: bytes from which a sum that is scattered along the first of
+        its dims is padded, and a few rows move once more; none are at 0. One whose
+        second dim is scattered is not (XLA:TPU, seen with libtpu 0.0.50).
       mixes_collectives: whether a collective that follows a loop and reads nothing of
         it may run among the collectives of the loop. Devices do not agree where, and
         the process aborts, waits for ever, or adds up what does not belong together
@@ -74,6 +77,7 @@ class Platform:
     copies_rows: bool = False
     copies_to_orders: bool = False
     allocates_early: bool = False
+    pads_scattered_bytes: int = 0
     mixes_collectives: bool = False
 
     def logits_in_memory(self, size: int) -> int:
@@ -102,6 +106,7 @@ TPU = Platform(
     copies_rows=True,
     copies_to_orders=True,
     allocates_early=True,
+    pads_scattered_bytes=2**23,
 )
 
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}

@@ -1,21 +1,29 @@
 """Transports move tensors as a single collective does, and declare what they move."""
 
+import dataclasses
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar import layouts, mesh
 from meshpar.collectives import transport
 from meshpar.collectives.transport import ONE_SHOT, Rings
 from meshpar.contracts import hlo
-from meshpar.layouts.axes import DATA, FSDP
+from meshpar.layouts.axes import DATA, FSDP, TENSOR
+from meshpar.mesh import platform
+from meshpar.models.model_scope import model_scope
 
 N = 8
 ROWS, COLUMNS = 16, 32
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='the TPU compiler comes with pip install -e ".[aot-tpu]"',
+)
 TRANSPORTS = {
     "one shot": ONE_SHOT,
     "ring": Rings({FSDP: (8,)}),
@@ -126,10 +134,7 @@ def test_cpus_move_small_floats_as_float32_in_one_collective():
     assert transport.Transports().wire_dtype(jnp.bfloat16) == jnp.bfloat16
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason='the TPU compiler comes with pip install -e ".[aot-tpu]"',
-)
+@tpu
 @pytest.mark.parametrize(
     "topology, torus, gathers_around_rings",
     [("v5e:2x4", (4, 2), False), ("v5p:2x2x2", (2, 2, 2), True)],
@@ -144,3 +149,57 @@ def test_tpus_move_gradients_around_rings(topology, torus, gathers_around_rings)
     assert transports.weights is (rings if gathers_around_rings else ONE_SHOT)
     assert transports.once == Rings(rings.shapes, loop=True)
     assert transports.wire_dtype(jnp.bfloat16) == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_compiler_would_pad_is_scattered_in_halves(rows, monkeypatch):
+    """In halves or not, the numbers are the same; several rows are never padded."""
+    padding = dataclasses.replace(platform.CPU, pads_scattered_bytes=64)
+    monkeypatch.setattr(transport, "traced_platform", lambda: padding)
+    shape = N, rows, ROWS, COLUMNS
+    x = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
+    program = compiled(lambda x: ONE_SHOT.reduce_scatter(x, (FSDP,), 1), x)
+    want = np.stack(np.split(x.sum(0), N, axis=1))
+    np.testing.assert_array_equal(program(x), want)
+    stacked = f"f32[2,1,{ROWS},{COLUMNS // 2}]" in program.as_text()
+    assert stacked == (rows == 1)
+
+
+def sent_by_a_scatter(topology, ways, moving, x):
+    """(kinds, payload bytes) of the reduce_scatter of x over some of a TPU's chips."""
+    layout = layouts.parse(f"data={N // ways},tensor={ways}")
+    devices = mesh.make_mesh(layout, mesh.topology(topology))
+
+    def move(x):
+        with model_scope(layout, devices):
+            return moving(devices).reduce_scatter(jnp.sin(x), (TENSOR,), 1)
+
+    spec = PartitionSpec(DATA)
+    mapped = jax.shard_map(
+        move, mesh=devices, in_specs=spec, out_specs=PartitionSpec(DATA, TENSOR)
+    )
+    sharding = NamedSharding(devices, spec)
+    x = jax.ShapeDtypeStruct((N // ways, *x.shape[1:]), x.dtype, sharding=sharding)
+    text = jax.jit(mapped).lower(x).compile().as_text()
+    found = hlo.parse_hlo(text, dict(devices.shape))
+    return {c.kind for c in found}, sum(c.payload_bytes * c.executions for c in found)
+
+
+@tpu
+def test_a_large_scatter_of_one_row_moves_no_padding_on_tpus():
+    x = jax.ShapeDtypeStruct((1, 2048, 4096), jnp.bfloat16)
+    sent = sent_by_a_scatter("v5e:2x4", 2, lambda _: ONE_SHOT, x)
+    assert sent == ({"reduce_scatter"}, 2 * math.prod(x.shape))
+
+
+@tpu
+def test_a_scatter_among_all_chips_of_a_torus_is_no_all_reduce():
+    def moving(devices):
+        return transport.transport_alone(devices, (TENSOR,))
+
+    x = jax.ShapeDtypeStruct((1, 256, 128), jnp.bfloat16)
+    size = 2 * math.prod(x.shape)
+    sent = sent_by_a_scatter("v5p:2x2x2", N, moving, x)
+    assert sent == ({"permute"}, size * (N - 1) // N)
+    flat = mesh.make_mesh(layouts.parse(f"tensor={N}"), mesh.topology("v5e:2x4"))
+    assert transport.transport_alone(flat, (TENSOR,)) is ONE_SHOT

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, vary
-from meshpar.collectives.transport import ONE_SHOT
+from meshpar.collectives.transport import ONE_SHOT, Transport, transport_alone
 from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import ways_of
 from meshpar.layouts.plan import partition_spec
@@ -40,11 +40,13 @@ class MlpSplit:
       axes: the automatic axes that split it.
       automatic: all automatic axes.
       by_length: whether they split the length of sequences between blocks.
+      adds: moves outputs to where they are added up.
     """
 
     axes: tuple[str, ...]
     automatic: frozenset[str]
     by_length: bool
+    adds: Transport = ONE_SHOT
 
     @classmethod
     def of(
@@ -63,7 +65,8 @@ class MlpSplit:
         (between,) = activation_axes(scope, ["residual_length"], call)
         divides = x_BLD.shape[1] % ways_of(axes, scope.mesh.shape) == 0
         automatic = frozenset(scope.mesh.axis_names) - scope.manual_axes
-        return cls(axes, automatic, between == axes and divides)
+        adds = transport_alone(scope.mesh, axes)
+        return cls(axes, automatic, between == axes and divides, adds)
 
     def run(
         self,
@@ -140,8 +143,8 @@ class MlpSplit:
     def _moves(self) -> tuple[Collective, Collective]:
         """(gather, add) of values of tokens, which are each other's transposes.
 
-        They are collectives of the compiler on all platforms: no matmul of the experts
-        could run beside the steps of a ring, and each step adds or copies its part.
+        They are collectives of the compiler where it keeps them: no matmul of the
+        experts could run beside the steps of a ring, and each adds or copies its part.
         """
 
         def gather(x: Array) -> Array:
@@ -150,9 +153,10 @@ class MlpSplit:
             return ONE_SHOT.all_gather(widened(x), self.axes, 1).astype(x.dtype)
 
         def add(x: Array) -> Array:
+            wide = widened(x)
             if self.by_length:
-                return ONE_SHOT.reduce_scatter(widened(x), self.axes, 1).astype(x.dtype)
-            return jax.lax.psum(widened(x), self.axes).astype(x.dtype)
+                return self.adds.reduce_scatter(wide, self.axes, 1).astype(x.dtype)
+            return jax.lax.psum(wide, self.axes).astype(x.dtype)
 
         return gather, add
 
