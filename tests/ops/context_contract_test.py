@@ -51,13 +51,23 @@ def test_bytes_follow_the_formula(options, wire, merged):
     assert sum(c.wire_bytes for c in found) == DEPTH * (wire - merged)
 
 
-@pytest.mark.slow
-def test_keys_around_rings_move_the_same_bytes(monkeypatch):
-    """As on TPUs: a few heads at a time, with every step declared."""
-    rings = Rings({CONTEXT: (2, 2)})
-    found = Transports(weights=rings, gradients=rings, widens=True)
+@pytest.fixture
+def around_rings(monkeypatch):
+    """A program as on TPUs: a few heads at a time, with every step declared."""
+    found = Transports(gradients=Rings({CONTEXT: (2, 2)}), widens=True)
     monkeypatch.setattr(gathered, "transports_for", lambda mesh, axes: found)
-    program = lower(f"context={WAYS}", model(kv_heads=KV_HEADS))
+    return lower(f"context={WAYS}", model(kv_heads=KV_HEADS))
+
+
+def test_keys_go_around_rings_where_weights_do_not(around_rings):
+    """After one collective, TPUs copy whole keys into other orders."""
+    kinds = {term.kind for term in around_rings.contract.terms if CONTEXT in term.axes}
+    assert "permute" in kinds and not kinds & {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.slow
+def test_keys_around_rings_move_the_same_bytes(around_rings):
+    program = around_rings
     assert program.violations() == []
     moves = [c for c in program.collectives if c.kind == "permute"]
     assert sum(c.wire_bytes for c in moves) == DEPTH * 2 * SENT

@@ -162,23 +162,26 @@ def _joined(groups: Sequence[Array], ways: int) -> Array:
 
 
 def _gather(x_BLKH: Array, transports: Transports) -> Array:
-    """Keys or values of whole sequences in their own order: [B, M, K, H]."""
-    axes = (CONTEXT,)
-    there, back = transports.weights, transports.gradients
+    """Keys or values of whole sequences in their own order: [B, M, K, H].
+
+    Rings bring each half of a part to its place. After one collective, TPUs copy whole
+    keys into other orders until they are in their own, which takes longer than to send
+    them.
+    """
+    axes, transport = (CONTEXT,), transports.gradients
     order, num = scope_in_use().layout.token_order, num_ranks()
     natural = functools.partial(in_natural_order, order=order, num=num, dim=_LENGTH)
 
     def gather(x: Array) -> Array:
-        if order == ZIGZAG and there.covers(axes):
-            # Each half of a part comes to its place at once.
-            return there.all_gather(x, axes, _LENGTH, folded=True)
-        return natural(there.all_gather(x, axes, _LENGTH))
+        if order == ZIGZAG and transport.covers(axes):
+            return transport.all_gather(x, axes, _LENGTH, folded=True)
+        return natural(transport.all_gather(x, axes, _LENGTH))
 
     def scatter(dy: Array) -> Array:
-        if order == ZIGZAG and back.covers(axes):
-            return back.reduce_scatter(dy, axes, _LENGTH, folded=True)
+        if order == ZIGZAG and transport.covers(axes):
+            return transport.reduce_scatter(dy, axes, _LENGTH, folded=True)
         (dy,) = jax.linear_transpose(natural, dy)(dy)
-        return back.reduce_scatter(dy, axes, _LENGTH)
+        return transport.reduce_scatter(dy, axes, _LENGTH)
 
     moves, why = map(_dense, (gather, scatter)), "keys and values of whole sequences"
     return exchanged(widened(x_BLKH), *moves, why).astype(x_BLKH.dtype)
