@@ -165,3 +165,22 @@ def test_masters_are_read_as_their_copies_are(layout, as_on_tpus, monkeypatch):
     fewer, want = trained()
     assert casts > fewer
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_experts_keep_the_order_of_their_stack_with_several_microbatches(
+    microbatches, as_on_tpus, monkeypatch
+):
+    """With one, a program took 3% longer in that order; with two, another 2% less."""
+    kept = set()
+
+    def record(weights):
+        kept.update(weights)
+        return weights
+
+    monkeypatch.setattr("meshpar.fsdp.zero.in_one_order", record)
+    monkeypatch.setattr("meshpar.fsdp.zero.Zero.casts_layers", True)  # As on TPUs.
+    layout = f"fsdp=2,microbatches={microbatches},remat=full"
+    assert program(layout, compute_dtype="bfloat16").lowered
+    heads = {path for path in kept if "attention" in path}
+    assert heads and bool(kept - heads) == (microbatches > 1)
