@@ -148,8 +148,11 @@ class LayerScan:
             return (carry, following), y
 
         first = carry, prefetch(depth - 1 if reverse else 0, in_loop=False)
+        xs = jnp.arange(depth), numbers, saved
+        if depth == 1:  # TPUs run parts of a loop of one round twice.
+            (carry, _), y = body(first, jax.tree.map(lambda x: x[0], xs))
+            return carry, jax.tree.map(lambda y: y[None], y)
         if not self.is_written_out(depth):
-            xs = jnp.arange(depth), numbers, saved
             unroll = min(self.unroll, depth)
             (carry, _), ys = lax.scan(body, first, xs, reverse=reverse, unroll=unroll)
             return carry, ys

@@ -185,3 +185,24 @@ def test_gradients_are_added_to_sums_and_have_no_stack_of_their_own(counts):
         for body in (apart, in_place)
     )
     assert more - less > stack - 2 * layer
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_layer_runs_without_a_loop(depth):
+    """Compilers for TPUs run parts of a loop of one round twice, collectives too."""
+    weights, x, context = arguments()
+    rows = Rows(DEPTH - depth, jnp.arange(DEPTH - depth, DEPTH))
+    layers = scan("full", context)
+
+    def passes(weights, x):
+        y, residuals = layers.forward(weights, {}, x, rows)
+        return y, layers.backward(weights, {}, residuals, y, rows)
+
+    text = str(jax.make_jaxpr(passes)(weights, x))
+    assert ("scan[" in text) == (depth > 1)
+    y, (_, gradient) = passes(weights, x)
+    for i in range(DEPTH - depth, DEPTH):
+        x = layer({"w": weights["w"][i]}, x, i, context)
+    for got, want in zip(y, x, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert gradient["w"].shape == (depth, EMBED, EMBED)
