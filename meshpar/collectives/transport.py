@@ -122,7 +122,7 @@ ONE_SHOT = Transport()
 
 
 def _is_padded(x: Array, dim: int) -> bool:
-    """Whether the compiler pads what is scattered, and the last dim has halves."""
+    """Whether the compiler would pad what is scattered, and the last dim has halves."""
     least = traced_platform().pads_scattered_bytes
     is_first = math.prod(x.shape[:dim]) == 1
     return bool(least) and num_bytes(x) >= least and is_first and x.shape[-1] % 2 == 0

@@ -70,6 +70,7 @@ class LayerMoves:
     def _scaled(
         self, key: tuple[Layout, float, int], remat: str, output: bool
     ) -> list[WrittenCollective]:
+        """`of`, with so many times the rows that are traced."""
         found, (exchange, times, tensor) = [], key
         for key, total in self._total(exchange, remat, output).items():
             kind, axes, why, may_drop, partial, backward = key

@@ -79,8 +79,8 @@ class Moved(NamedTuple):
             if term.kind == "permute" and not term.gathers:
                 ring_sums += term.payload_bytes
             if term.axes not in links:
-                own = link_of(term.axes)
-                links[term.axes] = own, own._replace(latency=0.0)
+                found = link_of(term.axes)
+                links[term.axes] = found, found._replace(latency=0.0)
             beside = Beside(term.beside, use)
             before = seconds.get(beside, (0.0, 0.0))
             own = map(term.seconds, links[term.axes])

@@ -144,7 +144,7 @@ class MlpSplit:
         """(gather, add) of values of tokens, which are each other's transposes.
 
         They are collectives of the compiler where it keeps them: no matmul of the
-        experts could run beside the steps of a ring, and each adds or copies its part.
+        experts could run beside a ring, each step of which adds or copies a part.
         """
 
         def gather(x: Array) -> Array:
