@@ -89,7 +89,7 @@ class Transport:
           axes: mesh axes of n devices.
           dim: the dim that they split; n divides it.
         """
-        if 0 < dim < x.ndim - 1 and _is_padded(x, dim):
+        if _is_padded(x, dim):
             return _in_halves(x, axes, dim)
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
@@ -122,10 +122,13 @@ ONE_SHOT = Transport()
 
 
 def _is_padded(x: Array, dim: int) -> bool:
-    """Whether the compiler would pad what is scattered, and the last dim has halves."""
-    least = traced_platform().pads_scattered_bytes
-    is_first = math.prod(x.shape[:dim]) == 1
-    return bool(least) and num_bytes(x) >= least and is_first and x.shape[-1] % 2 == 0
+    """Whether the compiler would pad a sum of tokens [1, L, D] that is scattered.
+
+    Gradients of weights, whose dim 0 may be scattered, go around rings on TPUs.
+    """
+    is_first = 0 < dim < x.ndim - 1 and math.prod(x.shape[:dim]) == 1
+    is_large = 0 < traced_platform().pads_scattered_bytes <= num_bytes(x)
+    return is_first and is_large and x.shape[-1] % 2 == 0
 
 
 def _in_halves(x: Array, axes: tuple[str, ...], dim: int) -> Array:
@@ -242,8 +245,8 @@ def transport_alone(mesh: Mesh, axes: tuple[str, ...]) -> Transport:
     """The transport of tensors whose moves no compute hides.
 
     One collective, except where TPUs run a reduce_scatter as an all_reduce, which sends
-    twice the bytes: among all devices of a slice, if they are a torus of three dims, or
-    16 and more (seen with libtpu 0.0.50).
+    twice the bytes: among all devices of the mesh, if they are a torus of three dims,
+    or 16 and more (seen with libtpu 0.0.50).
 
     Args:
       mesh: the device mesh.
