@@ -6,6 +6,9 @@ Its runs, and the bytes that it moves and holds, are sums of those of other layo
   With context_mode=allgather it sends (n-1)/n of whole keys and values in n-1 steps,
   and with ulysses 1/n of its heads and tokens, as long as n divides the heads of keys.
   Rings run in steps of their own.
+- Sizes of `expert` follow from two that are traced. A device sends its tokens to n-1
+  others, and has rows for all choices of all tokens of n devices, as long as it has as
+  many experts as a token chooses.
 - Under `expert` and `context` together a layer moves tokens along each as it does
   along that axis alone. Experts with slots for a whole sequence do not, so this law is
   first held against the trace of the smallest sizes (`by_law`).
@@ -22,8 +25,8 @@ from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
 from meshpar.layouts.layout import Layout
 
-TRACED_CONTEXTS = 2, 4
-"""Sizes of `context` from which those of larger ones follow."""
+TRACED_SIZES = 2, 4
+"""Sizes of `context` and of `expert` from which larger ones follow."""
 
 _CLOSE = 0.01
 """Largest relative difference between a trace and the law that stands in for it."""
@@ -45,13 +48,10 @@ class Law(NamedTuple):
     bytes: tuple[float, ...]
     runs: tuple[float, ...]
 
-    def bytes_of(self, values: Iterable[float]) -> float:
-        """Bytes from those of the sources."""
-        return sum(map(operator.mul, self.bytes, values))
 
-    def runs_of(self, values: Iterable[float]) -> float:
-        """Runs from those of the sources."""
-        return sum(map(operator.mul, self.runs, values))
+def weighted(weights: Iterable[float], values: Iterable[float]) -> float:
+    """The sum of values, each as often as its weight says."""
+    return sum(map(operator.mul, weights, values))
 
 
 def exchange_of(layout: Layout) -> Layout:
@@ -67,12 +67,15 @@ def _layout_of(fields: tuple[tuple[str, Any], ...]) -> Layout:
     return Layout(**dict(fields))
 
 
-def law_of(exchange: Layout, heads: frozenset[int]) -> Law | None:
+def law_of(
+    exchange: Layout, heads: frozenset[int], most_experts: float = 0
+) -> Law | None:
     """The law by which a layout of exchanges follows; None if it has to be traced.
 
     Args:
       exchange: of `exchange_of`.
       heads: numbers of heads of keys in the model; empty if it has no attention.
+      most_experts: the largest size of `expert` that follows.
     """
     n = exchange.context
     if exchange.expert > 1 and n > 1:
@@ -83,15 +86,25 @@ def law_of(exchange: Layout, heads: frozenset[int]) -> Law | None:
         )
         sources = experts, exchange_of(of_tokens), none
         return Law(sources, (1 / n, 1.0, -1 / n), (1.0, 1.0, 0.0))
-    low, high = TRACED_CONTEXTS
+    low, high = TRACED_SIZES
+    if high < exchange.expert <= most_experts:
+        sources = tuple(dataclasses.replace(exchange, expert=e) for e in TRACED_SIZES)
+        steps = _affine(exchange.expert)
+        return Law(sources, steps, steps)
     divides = bool(heads) and all(h % n == 0 for h in heads)
     gathers = exchange.context_mode == ALLGATHER
     if n <= high or not (gathers or exchange.context_mode == ULYSSES and divides):
         return None
-    sources = tuple(dataclasses.replace(exchange, context=c) for c in TRACED_CONTEXTS)
+    sources = tuple(dataclasses.replace(exchange, context=c) for c in TRACED_SIZES)
     part = (1 / n - 1 / low) / (1 / low - 1 / high)
+    return Law(sources, (1 + part, -part), _affine(n))
+
+
+def _affine(n: int) -> tuple[float, float]:
+    """Weights of `TRACED_SIZES` for what has a fixed part and one that grows."""
+    low, high = TRACED_SIZES
     steps = (n - low) / (high - low)
-    return Law(sources, (1 + part, -part), (1 - steps, steps))
+    return 1 - steps, steps
 
 
 def by_law(
@@ -99,7 +112,7 @@ def by_law(
     law_of: Callable[[Layout], Law | None],
     traced: Callable[[Layout], T],
     summed: Callable[[Law], T],
-    numbers: Callable[[T], Mapping[Any, float]],
+    numbers: Callable[[Layout, T], Mapping[Any, float]],
 ) -> T | None:
     """Facts of a layout of exchanges that follow by a law; None if it is to be traced.
 
@@ -108,18 +121,18 @@ def by_law(
       law_of: the law of a layout of exchanges, if there is one.
       traced: facts of a layout of exchanges, such as those that `summed` adds up.
       summed: the facts that a law makes of others.
-      numbers: those of facts, by which a law is held against a trace.
+      numbers: those of a layout's facts, by which a law is held against its trace.
     """
     law = law_of(exchange)
     if law is None:
         return None
-    if exchange.expert > 1:
+    if exchange.expert > 1 and exchange.context > 1:
         expert, context = map(_least_factor, (exchange.expert, exchange.context))
         probe = dataclasses.replace(exchange, expert=expert, context=context)
         own = law_of(probe)
         if probe == exchange or own is None:
             return None
-        if not _are_close(numbers(traced(probe)), numbers(summed(own))):
+        if not _are_close(*(numbers(probe, x) for x in (traced(probe), summed(own)))):
             return None
     return summed(law)
 

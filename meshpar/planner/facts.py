@@ -46,7 +46,13 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import on_one_device
-from meshpar.planner.exchanges import Law, by_law, exchange_of, law_of
+from meshpar.planner.exchanges import (
+    Law,
+    by_law,
+    exchange_of,
+    law_of,
+    weighted,
+)
 from meshpar.planner.flops import (
     Flops,
     cudnn_kernel,
@@ -185,15 +191,19 @@ class Facts:
         return any(is_held(EXPERT, dim) for dim in itertools.chain(*every))
 
     def law_of(self, exchange: Layout) -> Law | None:
-        """The law by which a layout of exchanges follows; None if it is traced."""
-        exchanges = exchange.context > 1
-        return law_of(exchange, self.used.heads) if exchanges else None
+        """The law by which what a layer holds follows; None if it is traced."""
+        return law_of(exchange, self.used.heads, self.used.most_whole)
+
+    def law_of_moves(self, exchange: Layout) -> Law | None:
+        """The law by which what a layer moves follows; None if it is traced."""
+        experts = math.inf if self.used.most_whole else 0
+        return law_of(exchange, self.used.heads, experts)
 
     def _summed(self, remat: str, law: Law) -> tuple[TracedLayer, TracedLayer]:
         """`_traced` of an exchange that follows from others."""
 
         def summed(*traced: TracedLayer) -> TracedLayer:
-            fields = (law.bytes_of(own) for own in zip(*traced, strict=True))
+            fields = (weighted(law.bytes, own) for own in zip(*traced, strict=True))
             layer = TracedLayer(*(max(0, round(x)) for x in fields))
             return layer._replace(fused=layer.saved)  # As on several devices.
 
@@ -331,7 +341,9 @@ class Facts:
         return jax.tree.map(cast, tree)
 
 
-def _numbers(traced: tuple[TracedLayer, TracedLayer]) -> dict[tuple[int, str], float]:
+def _numbers(
+    _: Layout, traced: tuple[TracedLayer, TracedLayer]
+) -> dict[tuple[int, str], float]:
     """{(index, name): bytes} of traces with few and with many rows."""
     return {
         (i, name): size
@@ -348,12 +360,14 @@ class UsedNames(NamedTuple):
       values: of the values that it names for rematerialization.
       vocabulary: whether embedding and loss use the functions of `ops.vocabulary`.
       heads: numbers of heads of keys that attention has.
+      most_whole: the least `MixtureConfig.most_whole` of its experts; 0 without any.
     """
 
     dims: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
     vocabulary: bool = False
     heads: frozenset[int] = frozenset()
+    most_whole: int = 0
 
     def policies(self, splits_experts: bool) -> tuple[str, ...]:
         """Policies of rematerialization whose values a layer names.
@@ -380,7 +394,8 @@ def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
     dims = frozenset(name for name in scope.names_used if name)
     uses_vocabulary, heads = len(scope.vocabulary_used) > 1, frozenset(scope.heads_used)
-    return UsedNames(dims, named_values(jaxpr), uses_vocabulary, heads)
+    whole = min(scope.experts_used, default=0)
+    return UsedNames(dims, named_values(jaxpr), uses_vocabulary, heads, whole)
 
 
 def _floats(params: Params) -> Params:

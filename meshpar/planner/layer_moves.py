@@ -4,19 +4,21 @@ A layer is traced with few rows, and without the axes that split rows alone: wha
 moves grows with the rows. Many layouts follow from others (`exchanges`).
 """
 
+import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from meshpar.contracts import cost
 from meshpar.contracts.written import WrittenCollective
 from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_collectives import layer_collectives
 from meshpar.once import Once
-from meshpar.planner.exchanges import Law, by_law, exchange_of
+from meshpar.planner.exchanges import Law, by_law, exchange_of, weighted
 from meshpar.planner.facts import Facts
 
 _ROWS = 2
@@ -92,21 +94,23 @@ class LayerMoves:
         if key not in self._totals:
             found = by_law(
                 exchange,
-                self._facts.law_of,
+                self._facts.law_of_moves,
                 lambda source: self._total(source, remat, output),
                 lambda law: self._summed(law, remat, output),
-                lambda totals: {kind: total.size for kind, total in totals.items()},
+                _sent,
             )
             self._totals[key] = self._read(*key) if found is None else found
         return self._totals[key]
 
     def _summed(self, law: Law, remat: str, output: bool) -> dict[_Kind, _Total]:
         every = [self._total(source, remat, output) for source in law.sources]
+        if len(every) == 2:  # Two sizes, of which the larger chose its collectives.
+            every[0] = _moved_alike(law.sources[0], *every)
         none, found = _Total(0.0, 0.0), {}
         for key in dict.fromkeys(itertools.chain(*every)):
             own = [total.get(key, none) for total in every]
-            runs = law.runs_of(x.runs for x in own)
-            size = law.bytes_of(x.size for x in own)
+            runs = weighted(law.runs, (x.runs for x in own))
+            size = weighted(law.bytes, (x.size for x in own))
             found[key] = _Total(runs, size)
         # What is summed over all tokens is summed over both axes at once.
         for key in [key for key in found if key[1] == (CONTEXT,)]:
@@ -130,6 +134,31 @@ class LayerMoves:
         """`layer_collectives` of an exchange."""
         layered, plan, mesh, batch = self._facts.of_trace(exchange, _ROWS)
         return layer_collectives(Frame(layered, plan, mesh, ()), batch, remats)
+
+
+def _moved_alike(
+    exchange: Layout, totals: Mapping[_Kind, _Total], others: Mapping[_Kind, _Total]
+) -> dict[_Kind, _Total]:
+    """Totals of an exchange, moved by the kinds of collectives that others chose.
+
+    A small tensor is gathered at once in one layout, and goes around a ring in another.
+    """
+    kinds, found = {key[1:]: key[0] for key in others}, {}
+    for (kind, axes, *rest), total in totals.items():
+        like = kinds.get((axes, *rest), kind)
+        group = math.prod(exchange.sizes[axis] for axis in axes)
+        sent, per_byte = (cost.wire_bytes(x, 1.0, group) for x in (kind, like))
+        found[like, axes, *rest] = total._replace(size=total.size * sent / per_byte)
+    return found
+
+
+def _sent(exchange: Layout, totals: Mapping[_Kind, _Total]) -> dict[_Kind, float]:
+    """Bytes that a device sends, by all but the kind of collective."""
+    sent: dict[_Kind, float] = collections.defaultdict(float)
+    for (kind, axes, *rest), total in totals.items():
+        group = math.prod(exchange.sizes[axis] for axis in axes)
+        sent[axes, *rest] += cost.wire_bytes(kind, total.size, group)
+    return sent
 
 
 def _totals(moves: Iterable[WrittenCollective]) -> dict[_Kind, _Total]:

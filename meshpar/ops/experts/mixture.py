@@ -113,7 +113,7 @@ def _dispatched(
     scope = current_scope()
     if scope is None:
         return _OnShards(config, activation)(x_BLD, routing, experts)
-    scope.experts_used = True
+    scope.experts_used.add(config.most_whole)
     (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
     sizes = scope.mesh.shape
     # Where they are all axes in use, no shard_map need be around those of the mlp dim.
