@@ -151,6 +151,11 @@ def lacks_values(policy: str, given: Collection[str]) -> str:
     return "" if needed in given else needed
 
 
+def keeps_by_name(policy: str, name: str) -> bool:
+    """Whether a policy, no mix, keeps the values of one name and not those of all."""
+    return policy != NONE and name in _kept_names(policy)
+
+
 def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) -> None:
     """Checks that a model has what `remat=` of its layout needs.
 

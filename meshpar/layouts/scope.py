@@ -36,7 +36,7 @@ class Scope:
       vocabulary_used: {function of `ops.vocabulary`: size of the vocabulary it saw}.
       remat_used: whether the model called `remat`.
       remat_outside: whether it did where a mix of policies gives none: `policy_of`.
-      experts_used: `MixtureConfig.most_whole` of each call of `ops.experts.mixture`.
+      experts_used: the config of each call of `ops.experts.mixture`.
       heads_used: numbers of heads of keys that `ops.context.attention` saw.
       looped_flops: FLOPs of grouped matmuls, where loops hide their number of rounds.
       marks_rows: whether `ops.vocabulary.lookup` marks rows as varying over `pipe`.
@@ -49,7 +49,7 @@ class Scope:
     vocabulary_used: dict[str, int] = dataclasses.field(default_factory=dict)
     remat_used: bool = False
     remat_outside: bool = False
-    experts_used: set[int] = dataclasses.field(default_factory=set)
+    experts_used: set[Any] = dataclasses.field(default_factory=set)
     heads_used: set[int] = dataclasses.field(default_factory=set)
     looped_flops: list[float] = dataclasses.field(default_factory=list)
     marks_rows: bool = True

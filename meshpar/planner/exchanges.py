@@ -3,36 +3,31 @@
 Its runs, and the bytes that it moves and holds, are sums of those of other layouts:
 
 - Sizes of `context` follow from two that are traced. A device holds 1/n of a sequence.
-  With context_mode=allgather it sends (n-1)/n of whole keys and values in n-1 steps,
-  and with ulysses 1/n of its heads and tokens, as long as n divides the heads of keys.
-  Rings run in steps of their own.
+  With context_mode=allgather it sends (n-1)/n of whole keys and values in n-1 steps.
+  With ulysses it sends 1/n of its heads and tokens, where n divides the heads of keys,
+  or each device has one of these. Rings run in steps of their own.
 - Sizes of `expert` follow from two that are traced. A device sends its tokens to n-1
   others, and has rows for all choices of all tokens of n devices, as long as it has as
   many experts as a token chooses.
 - Under `expert` and `context` together a layer moves tokens along each as it does
-  along that axis alone. Experts with slots for a whole sequence do not, so this law is
-  first held against the trace of the smallest sizes (`by_law`).
+  along that axis alone.
+
+The laws of `expert` hold for dropless routing: slots are those of whole sequences.
 """
 
 import dataclasses
 import functools
-import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
 from meshpar.layouts.layout import Layout
+from meshpar.ops.experts.config import DROPLESS, MixtureConfig
 
 TRACED_SIZES = 2, 4
-"""Sizes of `context` and of `expert` from which larger ones follow."""
-
-_CLOSE = 0.01
-"""Largest relative difference between a trace and the law that stands in for it."""
-
-
-T = TypeVar("T")
+"""Sizes of `context` and of `expert` from which larger ones follow, where they do."""
 
 
 class Law(NamedTuple):
@@ -42,11 +37,14 @@ class Law(NamedTuple):
       sources: the others.
       bytes: how many times the bytes of each count.
       runs: how many times the runs of each count.
+      along_each: whether the others exchange along `expert` and `context` alone, and
+        are not two sizes of one axis.
     """
 
     sources: tuple[Layout, ...]
     bytes: tuple[float, ...]
     runs: tuple[float, ...]
+    along_each: bool = False
 
 
 def weighted(weights: Iterable[float], values: Iterable[float]) -> float:
@@ -68,83 +66,70 @@ def _layout_of(fields: tuple[tuple[str, Any], ...]) -> Layout:
 
 
 def law_of(
-    exchange: Layout, heads: frozenset[int], most_experts: float = 0
+    exchange: Layout,
+    heads: frozenset[int],
+    mixtures: frozenset[MixtureConfig] = frozenset(),
+    moves: bool = False,
 ) -> Law | None:
     """The law by which a layout of exchanges follows; None if it has to be traced.
 
     Args:
       exchange: of `exchange_of`.
       heads: numbers of heads of keys in the model; empty if it has no attention.
-      most_experts: the largest size of `expert` that follows.
+      mixtures: of experts in the model.
+      moves: whether only what a layer moves is asked for, and not what it holds.
     """
-    n = exchange.context
-    if exchange.expert > 1 and n > 1:
-        of_tokens = dataclasses.replace(exchange, expert=1)
-        experts, none = (
-            _layout_of(((EXPERT, size), ("axes", exchange.axes)))
-            for size in (exchange.expert, 1)
-        )
-        sources = experts, exchange_of(of_tokens), none
-        return Law(sources, (1 / n, 1.0, -1 / n), (1.0, 1.0, 0.0))
-    low, high = TRACED_SIZES
-    if high < exchange.expert <= most_experts:
-        sources = tuple(dataclasses.replace(exchange, expert=e) for e in TRACED_SIZES)
-        steps = _affine(exchange.expert)
-        return Law(sources, steps, steps)
-    divides = bool(heads) and all(h % n == 0 for h in heads)
-    gathers = exchange.context_mode == ALLGATHER
-    if n <= high or not (gathers or exchange.context_mode == ULYSSES and divides):
-        return None
-    sources = tuple(dataclasses.replace(exchange, context=c) for c in TRACED_SIZES)
-    part = (1 / n - 1 / low) / (1 / low - 1 / high)
-    return Law(sources, (1 + part, -part), _affine(n))
-
-
-def _affine(n: int) -> tuple[float, float]:
-    """Weights of `TRACED_SIZES` for what has a fixed part and one that grows."""
-    low, high = TRACED_SIZES
-    steps = (n - low) / (high - low)
-    return 1 - steps, steps
-
-
-def by_law(
-    exchange: Layout,
-    law_of: Callable[[Layout], Law | None],
-    traced: Callable[[Layout], T],
-    summed: Callable[[Law], T],
-    numbers: Callable[[Layout, T], Mapping[Any, float]],
-) -> T | None:
-    """Facts of a layout of exchanges that follow by a law; None if it is to be traced.
-
-    Args:
-      exchange: of `exchange_of`.
-      law_of: the law of a layout of exchanges, if there is one.
-      traced: facts of a layout of exchanges, such as those that `summed` adds up.
-      summed: the facts that a law makes of others.
-      numbers: those of a layout's facts, by which a law is held against its trace.
-    """
-    law = law_of(exchange)
-    if law is None:
-        return None
-    if exchange.expert > 1 and exchange.context > 1:
-        expert, context = map(_least_factor, (exchange.expert, exchange.context))
-        probe = dataclasses.replace(exchange, expert=expert, context=context)
-        own = law_of(probe)
-        if probe == exchange or own is None:
+    if exchange.expert > 1:
+        dropless = mixtures and all(own.routing == DROPLESS for own in mixtures)
+        if not dropless:
             return None
-        if not _are_close(*(numbers(probe, x) for x in (traced(probe), summed(own)))):
-            return None
-    return summed(law)
+        if exchange.context > 1:
+            return _along_each(exchange)
+        return _of_experts(exchange, mixtures, moves)
+    if exchange.context_mode == ALLGATHER:
+        return _of_context(exchange, *TRACED_SIZES)
+    if exchange.context_mode != ULYSSES or not heads:
+        return None
+    if all(h % exchange.context == 0 for h in heads):
+        return _of_context(exchange, *TRACED_SIZES)
+    low, rest = divmod(exchange.context, 4)
+    if low == 1 or rest or any(low % h for h in heads):
+        return None
+    return _of_context(exchange, low, 2 * low)
 
 
-def _least_factor(size: int) -> int:
-    """The smallest factor of a size that is not 1."""
-    return next(factor for factor in range(2, size + 1) if size % factor == 0)
-
-
-def _are_close(some: Mapping[Any, float], others: Mapping[Any, float]) -> bool:
-    """Whether two sets of numbers have the same names and nearly the same values."""
-    return some.keys() == others.keys() and all(
-        math.isclose(some[name], others[name], rel_tol=_CLOSE, abs_tol=1.0)
-        for name in some
+def _along_each(exchange: Layout) -> Law:
+    n, of_tokens = exchange.context, dataclasses.replace(exchange, expert=1)
+    experts, none = (
+        _layout_of(((EXPERT, size), ("axes", exchange.axes)))
+        for size in (exchange.expert, 1)
     )
+    sources = experts, exchange_of(of_tokens), none
+    return Law(sources, (1 / n, 1.0, -1 / n), (1.0, 1.0, 0.0), along_each=True)
+
+
+def _of_experts(
+    exchange: Layout, mixtures: Iterable[MixtureConfig], moves: bool
+) -> Law | None:
+    n, (low, high) = exchange.expert, TRACED_SIZES
+    has_all = all(n * own.experts_per_token <= own.num_experts for own in mixtures)
+    bounded = any(own.bound for own in mixtures)
+    if n <= high or bounded or not (moves or has_all):
+        return None
+    sources = tuple(dataclasses.replace(exchange, expert=size) for size in (low, high))
+    weights = _weights(n, low, high)
+    return Law(sources, weights, weights)
+
+
+def _of_context(exchange: Layout, low: int, high: int) -> Law | None:
+    n = exchange.context
+    if n <= high:
+        return None
+    sources = tuple(dataclasses.replace(exchange, context=size) for size in (low, high))
+    return Law(sources, _weights(1 / n, 1 / low, 1 / high), _weights(n, low, high))
+
+
+def _weights(at: float, low: float, high: float) -> tuple[float, float]:
+    """Weights of the values at two points in a linear function's value at another."""
+    part = (at - low) / (high - low)
+    return 1 - part, part

@@ -46,9 +46,9 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import on_one_device
+from meshpar.ops.experts.config import MixtureConfig
 from meshpar.planner.exchanges import (
     Law,
-    by_law,
     exchange_of,
     law_of,
     weighted,
@@ -66,6 +66,9 @@ from meshpar.replicated import map_rows, num_rows, row_leaves
 
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
+
+_CLOSE = 0.01
+"""Largest part of a layer's bytes in which fixed ones may differ between sources."""
 
 
 class Facts:
@@ -149,12 +152,10 @@ class Facts:
         """Traces one layer on one device, once for each number of rows in `_ROWS`."""
         key = remat, exchange
         if key not in self._traces:
-            own = (
-                functools.partial(self._traced, remat),
-                functools.partial(self._summed, remat),
-            )
-            if found := by_law(exchange, self.law_of, *own, _numbers):
-                self._traces[key] = found
+            law = self.law_of(exchange)
+            sources = [self._traced(remat, own) for own in law.sources] if law else []
+            if law and _grow_alike(sources):
+                self._traces[key] = _summed(law, sources)
         if key not in self._traces:
             policies = self.traced_with(remat, exchange)
             few, many = (
@@ -190,26 +191,16 @@ class Facts:
         every = (param.names or () for param in self.model.params.values())
         return any(is_held(EXPERT, dim) for dim in itertools.chain(*every))
 
-    def law_of(self, exchange: Layout) -> Law | None:
-        """The law by which what a layer holds follows; None if it is traced."""
-        return law_of(exchange, self.used.heads, self.used.most_whole)
+    def law_of(self, exchange: Layout, moves: bool = False) -> Law | None:
+        """The law by which an exchange follows; None if it is traced.
 
-    def law_of_moves(self, exchange: Layout) -> Law | None:
-        """The law by which what a layer moves follows; None if it is traced."""
-        experts = math.inf if self.used.most_whole else 0
-        return law_of(exchange, self.used.heads, experts)
-
-    def _summed(self, remat: str, law: Law) -> tuple[TracedLayer, TracedLayer]:
-        """`_traced` of an exchange that follows from others."""
-
-        def summed(*traced: TracedLayer) -> TracedLayer:
-            fields = (weighted(law.bytes, own) for own in zip(*traced, strict=True))
-            layer = TracedLayer(*(max(0, round(x)) for x in fields))
-            return layer._replace(fused=layer.saved)  # As on several devices.
-
-        every = (self._traced(remat, source) for source in law.sources)
-        few, many = (summed(*own) for own in zip(*every, strict=True))
-        return few, many
+        Args:
+          exchange: of `exchange_of`.
+          moves: as in `exchanges.law_of`.
+        """
+        if exchange.context == exchange.expert == 1:
+            return None
+        return law_of(exchange, self.used.heads, self.used.mixtures, moves)
 
     def of_trace(
         self, exchange: Layout, rows: int
@@ -341,15 +332,31 @@ class Facts:
         return jax.tree.map(cast, tree)
 
 
-def _numbers(
-    _: Layout, traced: tuple[TracedLayer, TracedLayer]
-) -> dict[tuple[int, str], float]:
-    """{(index, name): bytes} of traces with few and with many rows."""
-    return {
-        (i, name): size
-        for i, layer in enumerate(traced)
-        for name, size in layer._asdict().items()
-    }
+def _summed(
+    law: Law, sources: Sequence[tuple[TracedLayer, TracedLayer]]
+) -> tuple[TracedLayer, TracedLayer]:
+    """A layer with few and with many rows, from those of a law's sources."""
+
+    def summed(*traced: TracedLayer) -> TracedLayer:
+        fields = (weighted(law.bytes, own) for own in zip(*traced, strict=True))
+        layer = TracedLayer(*(max(0, round(x)) for x in fields))
+        return layer._replace(fused=layer.saved)  # As on several devices.
+
+    few, many = (summed(*own) for own in zip(*sources, strict=True))
+    return few, many
+
+
+def _grow_alike(sources: Sequence[tuple[TracedLayer, TracedLayer]]) -> bool:
+    """Whether what does not grow with rows is nearly the same in all sources of a law.
+
+    Experts that no kernel reads in place do not: each device holds a copy of its own.
+    """
+    first, second = _ROWS
+    for sizes in zip(*itertools.starmap(zip, sources), strict=True):
+        fixed = [few - first * (many - few) / (second - first) for few, many in sizes]
+        if max(fixed) - min(fixed) > _CLOSE * max(few for few, _ in sizes):
+            return False
+    return True
 
 
 class UsedNames(NamedTuple):
@@ -360,14 +367,14 @@ class UsedNames(NamedTuple):
       values: of the values that it names for rematerialization.
       vocabulary: whether embedding and loss use the functions of `ops.vocabulary`.
       heads: numbers of heads of keys that attention has.
-      most_whole: the least `MixtureConfig.most_whole` of its experts; 0 without any.
+      mixtures: of its experts.
     """
 
     dims: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
     vocabulary: bool = False
     heads: frozenset[int] = frozenset()
-    most_whole: int = 0
+    mixtures: frozenset[MixtureConfig] = frozenset()
 
     def policies(self, splits_experts: bool) -> tuple[str, ...]:
         """Policies of rematerialization whose values a layer names.
@@ -393,9 +400,8 @@ def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
     with on_one_device(layout, mesh) as scope:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
     dims = frozenset(name for name in scope.names_used if name)
-    uses_vocabulary, heads = len(scope.vocabulary_used) > 1, frozenset(scope.heads_used)
-    whole = min(scope.experts_used, default=0)
-    return UsedNames(dims, named_values(jaxpr), uses_vocabulary, heads, whole)
+    used = map(frozenset, (scope.heads_used, scope.experts_used))
+    return UsedNames(dims, named_values(jaxpr), len(scope.vocabulary_used) > 1, *used)
 
 
 def _floats(params: Params) -> Params:

@@ -4,7 +4,6 @@ A layer is traced with few rows, and without the axes that split rows alone: wha
 moves grows with the rows. Many layouts follow from others (`exchanges`).
 """
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -15,10 +14,11 @@ from meshpar.contracts import cost
 from meshpar.contracts.written import WrittenCollective
 from meshpar.layouts.axes import CONTEXT, EXPERT
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.remat import EXPERT_ROWS, keeps_by_name
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_collectives import layer_collectives
 from meshpar.once import Once
-from meshpar.planner.exchanges import Law, by_law, exchange_of, weighted
+from meshpar.planner.exchanges import Law, exchange_of, weighted
 from meshpar.planner.facts import Facts
 
 _ROWS = 2
@@ -92,19 +92,19 @@ class LayerMoves:
     def _total(self, exchange: Layout, remat: str, output: bool) -> dict[_Kind, _Total]:
         key = exchange, remat, output
         if key not in self._totals:
-            found = by_law(
-                exchange,
-                self._facts.law_of_moves,
-                lambda source: self._total(source, remat, output),
-                lambda law: self._summed(law, remat, output),
-                _sent,
-            )
-            self._totals[key] = self._read(*key) if found is None else found
+            law = self._facts.law_of(exchange, moves=True)
+            own = remat, output
+            self._totals[key] = self._summed(law, *own) if law else self._read(*key)
         return self._totals[key]
 
     def _summed(self, law: Law, remat: str, output: bool) -> dict[_Kind, _Total]:
-        every = [self._total(source, remat, output) for source in law.sources]
-        if len(every) == 2:  # Two sizes, of which the larger chose its collectives.
+        # What experts save wants the attention before them.
+        reads = law.along_each and keeps_by_name(remat, EXPERT_ROWS)
+        every = [
+            self._total(source, remat, output or reads and source.expert == 1)
+            for source in law.sources
+        ]
+        if not law.along_each:  # The larger size chose its collectives.
             every[0] = _moved_alike(law.sources[0], *every)
         none, found = _Total(0.0, 0.0), {}
         for key in dict.fromkeys(itertools.chain(*every)):
@@ -150,15 +150,6 @@ def _moved_alike(
         sent, per_byte = (cost.wire_bytes(x, 1.0, group) for x in (kind, like))
         found[like, axes, *rest] = total._replace(size=total.size * sent / per_byte)
     return found
-
-
-def _sent(exchange: Layout, totals: Mapping[_Kind, _Total]) -> dict[_Kind, float]:
-    """Bytes that a device sends, by all but the kind of collective."""
-    sent: dict[_Kind, float] = collections.defaultdict(float)
-    for (kind, axes, *rest), total in totals.items():
-        group = math.prod(exchange.sizes[axis] for axis in axes)
-        sent[axes, *rest] += cost.wire_bytes(kind, total.size, group)
-    return sent
 
 
 def _totals(moves: Iterable[WrittenCollective]) -> dict[_Kind, _Total]:

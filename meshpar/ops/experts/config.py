@@ -7,7 +7,8 @@ from typing import NamedTuple
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
 
-ROUTINGS = ("capacity", "dropless")
+DROPLESS = "dropless"
+ROUTINGS = "capacity", DROPLESS
 """How tokens get to their experts: into slots of a fixed number, or all of them."""
 
 SCORES = ("softmax", "sigmoid")
@@ -108,15 +109,6 @@ class MixtureConfig:
                 f"{used * self.num_experts // nodes} experts, fewer than "
                 f"experts_per_token={self.experts_per_token}; use more"
             )
-
-    @property
-    def most_whole(self) -> int:
-        """Most devices over which each has rows for all choices of all tokens.
-
-        Up to so many, the rows of a device grow as their number does. 0 with slots.
-        """
-        whole = self.routing == "dropless" and not self.bound
-        return self.num_experts // self.experts_per_token if whole else 0
 
     def tokens_per_group(self, length: int) -> int:
         """Tokens that share an expert's slots.

@@ -26,7 +26,7 @@ from meshpar.layouts.stacks import place_of, standing
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.ops.experts.balance import load_term
 from meshpar.ops.experts.capacity import Matmuls, run_with_capacity
-from meshpar.ops.experts.config import Experts, MixtureConfig
+from meshpar.ops.experts.config import DROPLESS, Experts, MixtureConfig
 from meshpar.ops.experts.dropless import run_dropless
 from meshpar.ops.experts.exchange import Exchange
 from meshpar.ops.experts.mlp_split import MlpSplit
@@ -113,7 +113,7 @@ def _dispatched(
     scope = current_scope()
     if scope is None:
         return _OnShards(config, activation)(x_BLD, routing, experts)
-    scope.experts_used.add(config.most_whole)
+    scope.experts_used.add(config)
     (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
     sizes = scope.mesh.shape
     # Where they are all axes in use, no shard_map need be around those of the mlp dim.
@@ -254,7 +254,7 @@ class _OnShards:
         x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
         weights_TX = weights_BLX.reshape(-1, config.experts_per_token)
         run = functools.partial(self._experts, experts)
-        dispatched = run_dropless if config.routing == "dropless" else run_with_capacity
+        dispatched = run_dropless if config.routing == DROPLESS else run_with_capacity
         exchange = Exchange(self.ways)
         y_TD, lost = dispatched(x_TD, experts_BLX, weights_TX, config, exchange, run)
         with purpose("outputs of experts, summed over their mlp dim"):
