@@ -18,7 +18,7 @@ from jax import lax
 from meshpar.arrays import Array, Params, to_device
 from meshpar.fsdp.product import with_products
 from meshpar.fsdp.rows import Rows, add_to_row
-from meshpar.fsdp.saved import Residuals, Saved, VjpReader
+from meshpar.fsdp.saved import Residuals, Saved, Slot, VjpReader
 from meshpar.fsdp.sharding import automatic_axes
 from meshpar.fsdp.split_backward import SplitBackward
 from meshpar.layouts.stacks import Stacks
@@ -211,17 +211,27 @@ class LayerScan:
         return self._sweep(run_layer, x, leaves, constants, rows, None)[0]
 
     def forward(
-        self, leaves: Params, constants: Params, x: Any, rows: Rows
+        self,
+        leaves: Params,
+        constants: Params,
+        x: Any,
+        rows: Rows,
+        slot: Slot | None = None,
     ) -> tuple[Any, Residuals]:
         """The layers' output, and the residuals that `backward` needs.
 
-        Takes the arguments of `run`.
+        Args:
+          leaves: as in `run`.
+          constants: as in `run`.
+          x: as in `run`.
+          rows: as in `run`.
+          slot: where the layers put what they save; by default they return it.
         """
 
         def run_layer(
-            x: Any, weights: _Weights, _: Array, number: Array, __: None
-        ) -> tuple[Any, Saved]:
-            whole, stacks = weights
+            carry: tuple, weights: _Weights, row: Array, number: Array, _: None
+        ) -> tuple[tuple, Saved | None]:
+            (x, slot), (whole, stacks) = carry, weights
 
             def layer(trained: Params, x: Any) -> Any:
                 return self.layer(whole | trained, x, number, self.context, stacks)
@@ -229,10 +239,14 @@ class LayerScan:
             y, vjp = jax.vjp(layer, {path: whole[path] for path in leaves}, x)
             saved = VjpReader.save(vjp, weights.all_read | self._beside(self.kept(x)))
             saved = saved.on_host() if self.saves_on_host else saved
-            return self._unless_padding(number, y, x), saved
+            y = self._unless_padding(number, y, x)
+            if slot is None:
+                return (y, None), saved
+            return (y, slot.with_layer(row - rows.start, saved)), None
 
-        y, saved = self._sweep(run_layer, x, leaves, constants, rows, None)
-        return y, Residuals(saved, self.kept(x))
+        carry = x, slot
+        (y, slot), saved = self._sweep(run_layer, carry, leaves, constants, rows, None)
+        return y, Residuals(slot or saved, self.kept(x))
 
     def backward(
         self,
@@ -262,6 +276,7 @@ class LayerScan:
         ) -> tuple[tuple, Params]:
             dy, stack = carry
             known = weights.all_read | self._beside(residuals.kept)
+            saved = saved or layers.layer(row - rows.start)
             saved = saved.on_device() if self.saves_on_host else saved
             dweights, dx = self._vjp(known, saved, dy)
             dweights = self._mask_gradient(number, dweights)
@@ -271,9 +286,10 @@ class LayerScan:
                 return (dx, None), gradient
             return (dx, add_to_row(stack, gradient, row, on)), {}
 
-        carry, saved = (dx, sums), residuals.layers
+        carry, layers = (dx, sums), residuals.layers
+        scanned = None if isinstance(layers, Slot) else layers
         (dx, stack), gradient = self._sweep(
-            run_layer, carry, leaves, constants, rows, saved, reverse=True
+            run_layer, carry, leaves, constants, rows, scanned, reverse=True
         )
         if stack is not None:
             return dx, stack
@@ -310,16 +326,18 @@ class LayerScan:
             return saved.reader.vjp(saved, weights | beside)(dy)
 
         def run_layer(
-            dy: Any, weights: _Weights, _: Array, number: Array, saved: Saved
+            dy: Any, weights: _Weights, row: Array, number: Array, saved: Saved | None
         ) -> tuple[Any, Saved]:
+            saved = saved or layers.layer(row - rows.start)
             args = saved, dy, self._beside(residuals.kept)
             split = SplitBackward.of(backward, weights.all_read, args)
             dx, arrays = split.run_first(weights.all_read, args)
             state = Saved.of(arrays, split, len(split.first), len(split.second))
             return self._unless_padding(number, dx, dy), state
 
-        saved = residuals.layers
-        return self._sweep(run_layer, dx, leaves, constants, rows, saved, reverse=True)
+        layers, order = residuals.layers, (leaves, constants, rows)
+        scanned = None if isinstance(layers, Slot) else layers
+        return self._sweep(run_layer, dx, *order, scanned, reverse=True)
 
     def backward_weights(
         self,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.arrays import Array, Params, to_device, to_host
 from meshpar.fsdp.buckets import TILE
@@ -108,16 +109,49 @@ def _moves(x: Array) -> bool:
     return x.size >= math.prod(TILE) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+class Slot(NamedTuple):
+    """Residuals of the layers of one pass, in a buffer for several passes.
+
+    Layers read and write the buffer itself. A slot that is taken out or put in whole is
+    a copy, of as many bytes as the layers save.
+
+    Attributes:
+      buffer: [slots, layers, ...].
+      number: of the slot, int32.
+    """
+
+    buffer: Saved
+    number: Array
+
+    def layer(self, index: Array) -> Saved:
+        """The residuals of one layer."""
+
+        def read(x: Array) -> Array:
+            start = self.number, index, *[0] * (x.ndim - 2)
+            return lax.dynamic_slice(x, start, (1, 1, *x.shape[2:]))[0, 0]
+
+        return jax.tree.map(read, self.buffer)
+
+    def with_layer(self, index: Array, saved: Saved) -> "Slot":
+        """This slot with the residuals of one layer."""
+
+        def written(x: Array, new: Array) -> Array:
+            start = self.number, index, *[0] * (x.ndim - 2)
+            return lax.dynamic_update_slice(x, new.astype(x.dtype)[None, None], start)
+
+        return self._replace(buffer=jax.tree.map(written, self.buffer, saved))
+
+
 class Residuals(NamedTuple):
     """Residuals of several layers.
 
     Attributes:
       layers: those of each layer, [layers, ...]; a list of them where the layers run
-        without a loop.
+        without a loop; or their slot in a buffer.
       kept: activations that all layers pass on as they are.
     """
 
-    layers: Saved | list[Saved]
+    layers: Saved | list[Saved] | Slot
     kept: tuple[Array, ...]
 
 

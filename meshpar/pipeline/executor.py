@@ -152,7 +152,7 @@ class Executor:
 
         def forward() -> tuple[Any, Any]:
             x = stage.embed(microbatch)
-            return x, stage.forward(chunk, microbatch, x)[1]
+            return x, stage.saved(chunk, microbatch, x)
 
         x, saved = jax.eval_shape(forward)
         states = None

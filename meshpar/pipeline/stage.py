@@ -15,7 +15,7 @@ from meshpar.collectives.varying import sum_varying
 from meshpar.contracts.purposes import purpose
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
-from meshpar.fsdp.saved import Residuals, Saved
+from meshpar.fsdp.saved import Residuals, Saved, Slot
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
@@ -27,6 +27,7 @@ from meshpar.models.layer_stack import (
     check_floating,
     fold_key,
 )
+from meshpar.pipeline.buffers import put_slot, take_slot
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,23 +143,43 @@ class PipelineStage:
         layers = self._layers(microbatch)
         return layers.run(self.stack, self._stack_constants, x, self._rows(chunk))
 
-    def forward(self, chunk: Array, microbatch: Array, x: Any) -> tuple[Any, Any]:
-        """F: the output of a chunk, and the values that its backward pass needs."""
+    def saved(self, chunk: Array, microbatch: Array, x: Any) -> Any:
+        """The values that the backward pass of a chunk needs."""
+        return self._forward(chunk, microbatch, x)[1] if self.saves_residuals else x
+
+    def forward(
+        self, chunk: Array, microbatch: Array, x: Any, buffer: Any, slot: Array
+    ) -> tuple[Any, Any]:
+        """F: (the output of a chunk, the buffer with what `saved` gives in a slot)."""
         if not self.saves_residuals:
-            return self.run(chunk, microbatch, x), x
-        layers = self._layers(microbatch)
-        return layers.forward(self.stack, self._stack_constants, x, self._rows(chunk))
+            return self.run(chunk, microbatch, x), put_slot(buffer, slot, x)
+        if not _holds_layers(buffer):
+            y, saved = self._forward(chunk, microbatch, x)
+            return y, put_slot(buffer, slot, saved)
+        into = Slot(buffer.layers, slot)
+        y, residuals = self._forward(chunk, microbatch, x, into)
+        kept = put_slot(buffer.kept, slot, residuals.kept)
+        return y, Residuals(residuals.layers.buffer, kept)
+
+    def in_slot(self, buffer: Any, slot: Array) -> Any:
+        """What `forward` has put into a slot, for `backward` and `backward_input`."""
+        if not self.saves_residuals or not _holds_layers(buffer):
+            return take_slot(buffer, slot)
+        return Residuals(Slot(buffer.layers, slot), take_slot(buffer.kept, slot))
+
+    def _forward(
+        self, chunk: Array, microbatch: Array, x: Any, slot: Slot | None = None
+    ) -> tuple[Any, Residuals]:
+        layers, rows = self._layers(microbatch), self._rows(chunk)
+        return layers.forward(self.stack, self._stack_constants, x, rows, slot)
 
     def _residuals(
         self, chunk: Array, microbatch: Array, saved: Any
     ) -> tuple[LayerScan, Residuals]:
         """The layers and their residuals, computed again if only x was saved."""
-        layers = self._layers(microbatch)
-        if self.saves_residuals:
-            return layers, saved
-        return layers, layers.forward(
-            self.stack, self._stack_constants, saved, self._rows(chunk)
-        )[1]
+        if not self.saves_residuals:
+            saved = self._forward(chunk, microbatch, saved)[1]
+        return self._layers(microbatch), saved
 
     def backward(
         self,
@@ -233,3 +254,11 @@ class PipelineStage:
         # What of the loss is the same on all stages meets what is not.
         with purpose("vocab=pipe: the loss"):
             return self.totals(self.head_loss(shared, y, batch, key), is_last)
+
+
+def _holds_layers(buffer: Residuals) -> bool:
+    """Whether layers may read and write their rows of a buffer in place.
+
+    Those that run without a loop have arrays of their own.
+    """
+    return isinstance(buffer.layers, Saved)

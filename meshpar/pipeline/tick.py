@@ -160,8 +160,13 @@ class Tick:
 
         def forward(saved_and_x: tuple[Any, Any]) -> tuple[Any, Any]:
             buffer, x = saved_and_x
-            y, saved = self.stage.forward(columns.f_chunk, columns.f_microbatch, x)
-            return put_slot(buffer, columns.f_saved, saved), y
+            chunk, microbatch, slot = (
+                columns.f_chunk,
+                columns.f_microbatch,
+                columns.f_saved,
+            )
+            y, buffer = self.stage.forward(chunk, microbatch, x, buffer, slot)
+            return buffer, y
 
         saved, y = _run_if(self.operations.forward, forward, (carry.saved, x))
         carry = carry._replace(saved=saved)
@@ -191,7 +196,7 @@ class Tick:
     def _backward(self, last: Any, carry: Carry) -> Carry:
         columns = self.row.columns
         chunk, microbatch = columns.b_chunk, columns.b_microbatch
-        saved = take_slot(carry.saved, columns.b_saved)
+        saved = self.stage.in_slot(carry.saved, columns.b_saved)
         dy = take_slot(carry.gradients, columns.b_gradient)
         if self.stage.saves_residuals:
             dy = in_turn(last, dy)
