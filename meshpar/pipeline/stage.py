@@ -156,8 +156,8 @@ class PipelineStage:
         if not _holds_layers(buffer):
             y, saved = self._forward(chunk, microbatch, x)
             return y, put_slot(buffer, slot, saved)
-        into = Slot(buffer.layers, slot)
-        y, residuals = self._forward(chunk, microbatch, x, into)
+        own = Slot(buffer.layers, slot)
+        y, residuals = self._forward(chunk, microbatch, x, own)
         kept = put_slot(buffer.kept, slot, residuals.kept)
         return y, Residuals(residuals.layers.buffer, kept)
 
@@ -177,9 +177,12 @@ class PipelineStage:
         self, chunk: Array, microbatch: Array, saved: Any
     ) -> tuple[LayerScan, Residuals]:
         """The layers and their residuals, computed again if only x was saved."""
-        if not self.saves_residuals:
-            saved = self._forward(chunk, microbatch, saved)[1]
-        return self._layers(microbatch), saved
+        layers = self._layers(microbatch)
+        if self.saves_residuals:
+            return layers, saved
+        return layers, layers.forward(
+            self.stack, self._stack_constants, saved, self._rows(chunk)
+        )[1]
 
     def backward(
         self,

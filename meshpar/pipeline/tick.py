@@ -160,12 +160,8 @@ class Tick:
 
         def forward(saved_and_x: tuple[Any, Any]) -> tuple[Any, Any]:
             buffer, x = saved_and_x
-            chunk, microbatch, slot = (
-                columns.f_chunk,
-                columns.f_microbatch,
-                columns.f_saved,
-            )
-            y, buffer = self.stage.forward(chunk, microbatch, x, buffer, slot)
+            at, slot = (columns.f_chunk, columns.f_microbatch), columns.f_saved
+            y, buffer = self.stage.forward(*at, x, buffer, slot)
             return buffer, y
 
         saved, y = _run_if(self.operations.forward, forward, (carry.saved, x))

@@ -99,6 +99,7 @@ def law_of(
 
 
 def _along_each(exchange: Layout) -> Law:
+    """The law of `expert` and `context` together."""
     n, of_tokens = exchange.context, dataclasses.replace(exchange, expert=1)
     experts, none = (
         _layout_of(((EXPERT, size), ("axes", exchange.axes)))
@@ -111,6 +112,7 @@ def _along_each(exchange: Layout) -> Law:
 def _of_experts(
     exchange: Layout, mixtures: Iterable[MixtureConfig], moves: bool
 ) -> Law | None:
+    """The law of a size of `expert`, if there is one."""
     n, (low, high) = exchange.expert, TRACED_SIZES
     has_all = all(n * own.experts_per_token <= own.num_experts for own in mixtures)
     bounded = any(own.bound for own in mixtures)
@@ -122,6 +124,7 @@ def _of_experts(
 
 
 def _of_context(exchange: Layout, low: int, high: int) -> Law | None:
+    """The law of a size of `context` above two others; None if it is one of them."""
     n = exchange.context
     if n <= high:
         return None

@@ -149,22 +149,24 @@ class Facts:
         return map_rows(resized, self.batch)
 
     def _traced(self, remat: str, exchange: Layout) -> tuple[TracedLayer, TracedLayer]:
-        """Traces one layer on one device, once for each number of rows in `_ROWS`."""
+        """One layer on one device, with each number of rows in `_ROWS`."""
         key = remat, exchange
         if key not in self._traces:
             law = self.law_of(exchange)
             sources = [self._traced(remat, own) for own in law.sources] if law else []
             if law and _grow_alike(sources):
                 self._traces[key] = _summed(law, sources)
-        if key not in self._traces:
-            policies = self.traced_with(remat, exchange)
-            few, many = (
-                trace_policies(*self.of_trace(exchange, rows), policies)
-                for rows in _ROWS
-            )
-            for policy in policies:
-                self._traces[policy, exchange] = few[policy], many[policy]
-        return self._traces[remat, exchange]
+            else:
+                self._trace(remat, exchange)
+        return self._traces[key]
+
+    def _trace(self, remat: str, exchange: Layout) -> None:
+        policies = self.traced_with(remat, exchange)
+        few, many = (
+            trace_policies(*self.of_trace(exchange, rows), policies) for rows in _ROWS
+        )
+        for policy in policies:
+            self._traces[policy, exchange] = few[policy], many[policy]
 
     def _deferred(self, remat: str, exchange: Layout) -> tuple[int, int]:
         """`TracedLayer.deferred` for each number of rows in `_ROWS`."""

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 from support.marks import slow
-from support.tiny_models import lower
+from support.tiny_models import lower, model
 from support.tpu_programs import tpu
 
 from meshpar import mesh
@@ -43,6 +43,23 @@ def test_what_conditionals_save_for_others_has_one_order(beside, diverges, monke
     eqns = equations(program.inspection.traced.jaxpr.jaxpr)
     fixed = any(eqn.primitive.name == "layout_constraint" for eqn in eqns)
     assert fixed == diverges
+
+
+def test_layers_read_and_write_their_rows_of_saved_values_in_place():
+    """A whole slot that is taken out or put in is a copy of what all layers save."""
+    layout, layers = "pipe=2,microbatches=4,save=residuals", 3
+    program = lower(layout, of=model(depth=2 * layers))
+    moved = set()
+    for eqn in equations(program.inspection.traced.jaxpr.jaxpr):
+        if eqn.primitive.name == "dynamic_slice":
+            buffer, part = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        elif eqn.primitive.name == "dynamic_update_slice":
+            buffer, part = (x.aval.shape for x in eqn.invars[:2])
+        else:
+            continue
+        if len(buffer) >= 5 and buffer[1] == layers:  # [slot, layer, row, token, ...].
+            moved.add((eqn.primitive.name, part[:2]))
+    assert moved == {("dynamic_slice", (1, 1)), ("dynamic_update_slice", (1, 1))}
 
 
 @tpu
