@@ -103,7 +103,6 @@ class Held(NamedTuple):
       in_ticks: whether gradients are added up from tick to tick.
       head_beside_layers: whether ticks run the head and layers backward.
       scatters: whether gradients of embedding and head are scattered after all ticks.
-      fresh: what a stage's forward pass saves, until it is stored.
       runs_both_ways: whether ticks run layers forward and backward.
       matrices: of the update of one device's whole matrices, after all passes.
     """
@@ -125,7 +124,6 @@ class Held(NamedTuple):
     in_ticks: bool = False
     head_beside_layers: bool = False
     scatters: bool = False
-    fresh: int = 0
     runs_both_ways: bool = False
     matrices: int = 0
 
@@ -157,9 +155,7 @@ def predicted_memory(
             layer, head = layer + gathered, head + gathered
         else:
             layer += _EXPERTS_IN_TICKS * held.experts
-        if held.runs_both_ways:
-            layer += held.fresh
-        head = max(head, held.fresh + traced.largest)
+        head = max(head, traced.largest)
     else:
         copies = _LAYER_OVER_ROWS if held.over_rows else _LAYER
         layer = copies * held.layer

@@ -224,11 +224,10 @@ class PipelineRunner(Runner):
         # A stage's weights were divided by the depth of the whole stack.
         layer = held.layer * self.layout.pipe
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
-        fresh = 0
         if not self.saves_residuals:
             buffers = stage_memory.backward_buffers(self.frame, self.zero, self.loop)
             saved += buffers * rows * traced.saved
-        return self._held._replace(activations=saved, layer=layer, fresh=fresh)
+        return self._held._replace(activations=saved, layer=layer)
 
     @functools.cached_property
     def _held(self) -> Held:

@@ -15,17 +15,10 @@ def predicted(traced, **held):
     return predicted_memory(STATE, NOTHING._replace(**traced), held).total
 
 
-@pytest.mark.parametrize("both, times", [(True, 1), (False, 0)])
-def test_what_a_forward_pass_has_saved_stands_beside_a_backward_pass(both, times):
-    found = predicted(
-        {"running": 1000}, activations=500, fresh=300, runs_both_ways=both
-    )
-    assert found == 500 + memory._RUNNING_IN_TICKS * 1000 + times * 300
-
-
-def test_a_forward_pass_alone_stands_beside_the_head():
-    found = predicted({"running": 100, "largest": 50}, activations=500, fresh=300)
-    assert found == 500 + 300 + 50
+def test_what_stages_have_saved_stands_beside_a_backward_pass_once():
+    """Layers write it into its buffer as they run."""
+    found = predicted({"running": 1000}, activations=500, runs_both_ways=True)
+    assert found == 500 + memory._RUNNING_IN_TICKS * 1000
 
 
 @pytest.mark.parametrize("both", [True, False])
