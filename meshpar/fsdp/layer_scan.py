@@ -315,10 +315,12 @@ class LayerScan:
         residuals: Residuals,
         dx: Any,
         rows: Rows,
-    ) -> tuple[Any, Saved]:
+        slot: Slot | None = None,
+    ) -> tuple[Any, Saved | list[Saved] | Slot]:
         """B, the first part of `backward`: (gradient of the input, state for W).
 
-        Takes the arguments of `backward`; the state's arrays are [rows, ...].
+        Takes the arguments of `backward`, and a slot where the layers put the state; by
+        default they return it, as `forward` does.
         """
 
         def backward(weights: Params, args: tuple) -> tuple[Params, Any]:
@@ -326,24 +328,31 @@ class LayerScan:
             return saved.reader.vjp(saved, weights | beside)(dy)
 
         def run_layer(
-            dy: Any, weights: _Weights, row: Array, number: Array, saved: Saved | None
-        ) -> tuple[Any, Saved]:
+            carry: tuple, weights: _Weights, row: Array, number: Array, saved: Any
+        ) -> tuple[tuple, Saved | None]:
+            dy, slot = carry
             saved = saved or layers.layer(row - rows.start)
             args = saved, dy, self._beside(residuals.kept)
             split = SplitBackward.of(backward, weights.all_read, args)
             dx, arrays = split.run_first(weights.all_read, args)
             state = Saved.of(arrays, split, len(split.first), len(split.second))
-            return self._unless_padding(number, dx, dy), state
+            dx = self._unless_padding(number, dx, dy)
+            if slot is None:
+                return (dx, None), state
+            return (dx, slot.with_layer(row - rows.start, state)), None
 
         layers, order = residuals.layers, (leaves, constants, rows)
         scanned = None if isinstance(layers, Slot) else layers
-        return self._sweep(run_layer, dx, *order, scanned, reverse=True)
+        (dx, slot), state = self._sweep(
+            run_layer, (dx, slot), *order, scanned, reverse=True
+        )
+        return dx, slot or state
 
     def backward_weights(
         self,
         leaves: Params,
         constants: Params,
-        state: Saved,
+        state: Saved | list[Saved] | Slot,
         rows: Rows,
         sums: Params,
         on: Array,
@@ -355,10 +364,12 @@ class LayerScan:
         """
 
         def run_layer(
-            sums: Params, weights: _Weights, row: Array, number: Array, state: Saved
+            sums: Params, weights: _Weights, row: Array, number: Array, own: Any
         ) -> tuple[Params, None]:
-            gradient = state.reader.run_second(weights.all_read, state.unpack())
+            own = own or state.layer(row - rows.start)
+            gradient = own.reader.run_second(weights.all_read, own.unpack())
             gradient = self.reduce(self._mask_gradient(number, gradient))
             return add_to_row(sums, gradient, row, on), None
 
-        return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]
+        scanned = None if isinstance(state, Slot) else state
+        return self._sweep(run_layer, sums, leaves, constants, rows, scanned)[0]

@@ -158,9 +158,9 @@ class Executor:
         states = None
         if tables.num_states:
             states = jax.eval_shape(
-                lambda: stage.backward_input(
+                lambda: stage.state(
                     chunk, microbatch, self._zeros(saved), self._zeros(x)
-                )[1]
+                )
             )
             states = self._zeros(states, tables.num_states + 1)
         return Carry(

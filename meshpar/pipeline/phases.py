@@ -69,6 +69,15 @@ class TickLoop:
         return (Phase(0, stop, True, True, bool(self.tables.num_states), None),)
 
     @property
+    def in_place(self) -> bool:
+        """Whether layers write what they save into its buffer, and read it there.
+
+        Ticks of stages in lock step that split off W may stand outside of loops. There
+        compilers copy the whole buffer from tick to tick, and copies of slots are less.
+        """
+        return self.divergent or self.uniform or not self.tables.num_states
+
+    @property
     def num_forward_ticks(self) -> int:
         """Ticks up to the last F, which evaluation runs."""
         return max(phase.stop for phase in self.tables.phases if phase.forward)

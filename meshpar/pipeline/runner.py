@@ -211,6 +211,7 @@ class PipelineRunner(Runner):
             vary=self.frame.vary,
             after=self.zero.after,
             saves_residuals=self.saves_residuals,
+            in_place=self.loop.in_place,
             shares_vocabulary=layout.splits_vocabulary,
         )
 

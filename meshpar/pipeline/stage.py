@@ -53,6 +53,7 @@ class PipelineStage:
         where platforms need it.
       saves_residuals: whether `forward` saves the layers' residuals instead of their
         input.
+      in_place: as `TickLoop.in_place`.
       shares_vocabulary: whether all stages run embedding and head together.
     """
 
@@ -70,6 +71,7 @@ class PipelineStage:
     vary: Callable[[Array], Array]
     after: Callable[[Params, Any], Any]
     saves_residuals: bool
+    in_place: bool
     shares_vocabulary: bool
 
     @property
@@ -153,7 +155,7 @@ class PipelineStage:
         """F: (the output of a chunk, the buffer with what `saved` gives in a slot)."""
         if not self.saves_residuals:
             return self.run(chunk, microbatch, x), put_slot(buffer, slot, x)
-        if not _holds_layers(buffer):
+        if not self._is_written(buffer.layers):
             y, saved = self._forward(chunk, microbatch, x)
             return y, put_slot(buffer, slot, saved)
         own = Slot(buffer.layers, slot)
@@ -162,10 +164,19 @@ class PipelineStage:
         return y, Residuals(residuals.layers.buffer, kept)
 
     def in_slot(self, buffer: Any, slot: Array) -> Any:
-        """What `forward` has put into a slot, for `backward` and `backward_input`."""
-        if not self.saves_residuals or not _holds_layers(buffer):
+        """The values that `forward` has put into a slot."""
+        if not self.saves_residuals or not self._is_written(buffer.layers):
             return take_slot(buffer, slot)
         return Residuals(Slot(buffer.layers, slot), take_slot(buffer.kept, slot))
+
+    def state_in_slot(self, buffer: Any, slot: Array) -> Any:
+        """The state that `backward_input` has put into a slot."""
+        written = self._is_written(buffer)
+        return Slot(buffer, slot) if written else take_slot(buffer, slot)
+
+    def _is_written(self, buffer: Saved | list[Saved]) -> bool:
+        """Whether layers write into a buffer: without a loop each has own arrays."""
+        return self.in_place and isinstance(buffer, Saved)
 
     def _forward(
         self, chunk: Array, microbatch: Array, x: Any, slot: Slot | None = None
@@ -200,18 +211,43 @@ class PipelineStage:
             self.stack, self._stack_constants, residuals, dy, rows, sums, on
         )
 
+    def state(self, chunk: Array, microbatch: Array, saved: Any, dy: Any) -> Any:
+        """The values that `backward_weights` of a chunk needs."""
+        return self._backward_input(chunk, microbatch, saved, dy)[1]
+
     def backward_input(
-        self, chunk: Array, microbatch: Array, saved: Any, dy: Any
-    ) -> tuple[Any, Saved]:
-        """B where W is split off: (dx, the state that `backward_weights` needs)."""
+        self,
+        chunk: Array,
+        microbatch: Array,
+        saved: Any,
+        dy: Any,
+        buffer: Any,
+        slot: Array,
+    ) -> tuple[Any, Any]:
+        """B where W is split off: (dx, the buffer with the state in a slot)."""
+        args = chunk, microbatch, saved, dy
+        if not self._is_written(buffer):
+            dx, state = self._backward_input(*args)
+            return dx, put_slot(buffer, slot, state)
+        dx, own = self._backward_input(*args, Slot(buffer, slot))
+        return dx, own.buffer
+
+    def _backward_input(
+        self,
+        chunk: Array,
+        microbatch: Array,
+        saved: Any,
+        dy: Any,
+        slot: Slot | None = None,
+    ) -> tuple[Any, Any]:
         layers, residuals = self._residuals(chunk, microbatch, saved)
         rows = self._rows(chunk)
         return layers.backward_input(
-            self.stack, self._stack_constants, residuals, dy, rows
+            self.stack, self._stack_constants, residuals, dy, rows, slot
         )
 
     def backward_weights(
-        self, chunk: Array, state: Saved, sums: Params, on: Array
+        self, chunk: Array, state: Any, sums: Params, on: Array
     ) -> Params:
         """W: sums with the weights' gradient added if `on`."""
         # Key and context are not used: `state` holds those of its layers.
@@ -257,11 +293,3 @@ class PipelineStage:
         # What of the loss is the same on all stages meets what is not.
         with purpose("vocab=pipe: the loss"):
             return self.totals(self.head_loss(shared, y, batch, key), is_last)
-
-
-def _holds_layers(buffer: Residuals) -> bool:
-    """Whether layers may read and write their rows of a buffer in place.
-
-    Those that run without a loop have arrays of their own.
-    """
-    return isinstance(buffer.layers, Saved)

@@ -199,10 +199,10 @@ class Tick:
         else:  # Its layers run forward again.
             saved = in_turn(last, saved)
         if carry.states is not None:
-            dx, state = self.stage.backward_input(chunk, microbatch, saved, dy)
-            state = self._in_order(state)
-            states = self._in_order(put_slot(carry.states, columns.b_state, state))
-            return carry._replace(dx=dx, states=states)
+            dx, states = self.stage.backward_input(
+                chunk, microbatch, saved, dy, carry.states, columns.b_state
+            )
+            return carry._replace(dx=dx, states=self._in_order(states))
         dx, stack = self.stage.backward(
             chunk, microbatch, saved, dy, carry.sums.stack, columns.b_on > 0
         )
@@ -223,8 +223,9 @@ class Tick:
     def _weights(self, carry: Carry) -> Carry:
         """W, after B of the same tick, and before all that reads its result."""
         columns = self.row.columns
-        state = self._in_order(take_slot(carry.states, columns.w_state))
-        state = in_turn(take_slot(carry.states, columns.b_state), state)
+        state = self.stage.state_in_slot(carry.states, columns.w_state)
+        if not self.stage.in_place:
+            state = in_turn(take_slot(carry.states, columns.b_state), state)
         stack = self.stage.backward_weights(
             columns.w_chunk, state, carry.sums.stack, columns.w_on > 0
         )
