@@ -102,6 +102,18 @@ def fused_bytes(
     return total
 
 
+class Deferred(NamedTuple):
+    """Bytes that one part of a backward pass hands over to the other.
+
+    Attributes:
+      size: without padding.
+      padding: of heads that are narrower than the lanes of a tile.
+    """
+
+    size: int
+    padding: int
+
+
 def deferred_bytes(
     lanes: int,
     layer: Callable,
@@ -111,7 +123,7 @@ def deferred_bytes(
     key: Array,
     context: Any,
     kept: Callable[[Any], Any],
-) -> int:
+) -> Deferred:
     """Bytes that the first part of a backward pass hands over to the second part.
 
     Takes the arguments of `residuals_of`, and the key and context of the layer.
@@ -129,7 +141,8 @@ def deferred_bytes(
     rows = Rows(0, jnp.zeros(1, jnp.int32))
     y, residuals = scan.forward(leaves, constants, x, rows)
     state = scan.backward_input(leaves, constants, residuals, y, rows)[1]
-    return tree_bytes(state.arrays, lanes)
+    size = tree_bytes(state.arrays)
+    return Deferred(size, tree_bytes(state.arrays, lanes) - size)
 
 
 def logits_bytes(layered: LayeredModel, *args: Any) -> int:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from meshpar.layouts.remat import KEEPS_MATMULS, NONE, wrap_remat
 from meshpar.layouts.scope import current_scope, with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_residuals import (
+    Deferred,
     deferred_bytes,
     fused_bytes,
     grouped_rows,
@@ -52,6 +53,7 @@ class TracedLayer(NamedTuple):
       grouped_whole: those that it does not split, with all features of a token.
       deferred: held from the gradient of a layer's input to that of its weights, where
         a schedule splits the two; on average, too.
+      deferred_padding: added to that, where the compiler pads it.
       padding: added to what is saved, where the compiler pads it (`with_padding`).
       logits: of one block of the loss, in float32.
       largest: the largest weight outside the stack, as a device computes with it.
@@ -65,10 +67,15 @@ class TracedLayer(NamedTuple):
     grouped: int
     grouped_whole: int
     deferred: int
+    deferred_padding: int
     padding: int
     logits: int
     largest: int
     tied: int
+
+    def with_deferred(self, deferred: Deferred) -> Self:
+        """This layer with bytes that one part of its backward pass hands over."""
+        return self._replace(deferred=deferred.size, deferred_padding=deferred.padding)
 
 
 def trace_layer(
@@ -97,7 +104,7 @@ def trace_unpadded(
     traced = trace_policies(*args, policies)
     if plan.layout.pipe > 1:
         for policy, size in trace_deferred(*args, policies).items():
-            traced[policy] = traced[policy]._replace(deferred=size)
+            traced[policy] = traced[policy].with_deferred(size)
     return average_layer(remat, layered.depth, traced.__getitem__)
 
 
@@ -138,21 +145,22 @@ def trace_policies(
 
 def trace_deferred(
     layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any, policies: Iterable[str]
-) -> dict[str, int]:
-    """{policy: `TracedLayer.deferred`}; takes the arguments of `trace_policies`."""
+) -> dict[str, Deferred]:
+    """{policy: bytes handed over}; takes the arguments of `trace_policies`."""
     if _exchanges(plan.layout):  # Schedules that split the backward pass refuse these.
-        return dict.fromkeys(policies, 0)
+        return dict.fromkeys(policies, Deferred(0, 0))
     mesh = _one_stage(mesh)
 
-    def trace(call: _LayerCall, shards: int) -> dict[str, int]:
+    def trace(call: _LayerCall, shards: int) -> dict[str, Deferred]:
         lanes, ways = lanes_of(mesh), shards * plan.layout.tensor
         under, _ = written_layer(layered.layer, *call.args)
         args = frozenset(plan.gradients), *call.args
-        return {
-            policy: deferred_bytes(lanes, under(policy), *args, kept=layered.kept)
-            // ways
+        whole = (
+            deferred_bytes(lanes, under(policy), *args, kept=layered.kept)
             for policy in policies
-        }
+        )
+        own = (Deferred(*(size // ways for size in sizes)) for sizes in whole)
+        return dict(zip(policies, own, strict=True))
 
     return _in_trace(layered, plan, mesh, batch, trace)
 
@@ -309,6 +317,7 @@ def _trace(
             grouped=grouped.split // ways,
             grouped_whole=grouped.whole // ways,
             deferred=0,
+            deferred_padding=0,
             padding=padding // ways,
             logits=logits // token_shards // logits_ways(layered, plan),
             largest=largest,

@@ -29,7 +29,9 @@ def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) 
     activations = tables.num_inputs + tables.num_gradients + 3
     total = (tables.num_saved + 1) * per_slot + activations * traced.x
     if tables.num_states:
-        total += (tables.num_states + 1) * rows * traced.deferred
+        # Out of step another dim is last in memory (`fsdp.memory_order`): no padding.
+        padding = 0 if tables.diverges else traced.deferred_padding
+        total += (tables.num_states + 1) * rows * (traced.deferred + padding)
     return total
 
 

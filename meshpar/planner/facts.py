@@ -32,6 +32,7 @@ from meshpar.layouts.remat import (
     named_values,
 )
 from meshpar.layouts.resolve import make_plan
+from meshpar.lowering.layer_residuals import Deferred
 from meshpar.lowering.layer_trace import (
     TracedLayer,
     average_layer,
@@ -103,7 +104,7 @@ class Facts:
         self._transformation, self.devices = optimizer, devices
         self._optimizers: dict[int, Optimizer] = {}
         self._traces: dict[tuple[str, Layout], tuple[TracedLayer, TracedLayer]] = {}
-        self._sizes_deferred: dict[tuple[str, Layout], tuple[int, int]] = {}
+        self._sizes_deferred: dict[tuple[str, Layout], tuple[Deferred, Deferred]] = {}
         self._layers: dict[tuple, TracedLayer] = {}
 
     @property
@@ -168,8 +169,8 @@ class Facts:
         for policy in policies:
             self._traces[policy, exchange] = few[policy], many[policy]
 
-    def _deferred(self, remat: str, exchange: Layout) -> tuple[int, int]:
-        """`TracedLayer.deferred` for each number of rows in `_ROWS`."""
+    def _deferred(self, remat: str, exchange: Layout) -> tuple[Deferred, Deferred]:
+        """Bytes handed over in a backward pass, for each number of rows in `_ROWS`."""
         if (remat, exchange) not in self._sizes_deferred:
             policies = self.traced_with(remat, exchange)
             few, many = (
@@ -258,7 +259,7 @@ class Facts:
         if pipes:
             sizes = self._deferred(remat, exchange)
             few, many = (
-                layer._replace(deferred=size)
+                layer.with_deferred(size)
                 for layer, size in zip((few, many), sizes, strict=True)
             )
         scale = (rows * exchange.context - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
