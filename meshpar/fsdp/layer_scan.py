@@ -103,10 +103,13 @@ class LayerScan:
         rows: Rows,
         saved: Any,
         reverse: bool = False,
+        into: Slot | None = None,
     ) -> tuple[Any, Any]:
         """Scans `run_layer(carry, weights, row, number, saved)` over rows.
 
         Without a loop `saved` and the second result are lists of what each layer has.
+        Both may be slots instead: `saved` is read row by row then, and the second
+        result is `into` with the rows that the layers give.
         """
         start, numbers = rows
         depth = len(numbers)
@@ -140,28 +143,44 @@ class LayerScan:
         is_loop = depth > self.unroll  # Compilers write a loop of one round out.
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
-            (carry, ready), (i, number, saved) = state, x
+            (carry, ready, into), (i, number, own_saved) = state, x
+            if isinstance(saved, Slot):
+                own_saved = saved.layer(i)
             following = prefetch((i + (depth - 1 if reverse else 1)) % depth, is_loop)
             own = gather(i, False, is_loop)
             weights = own._replace(whole=ready | own.whole)
-            carry, y = run_layer(carry, weights, start + i, number, saved)
-            return (carry, following), y
+            carry, y = run_layer(carry, weights, start + i, number, own_saved)
+            if into is not None:
+                into, y = into.with_layer(i, y), None
+            return (carry, following, into), y
 
-        first = carry, prefetch(depth - 1 if reverse else 0, in_loop=False)
+        first = carry, prefetch(depth - 1 if reverse else 0, in_loop=False), into
+        scanned = None if isinstance(saved, Slot) else saved
+        (carry, _, into), ys = self._rounds(body, first, numbers, scanned, reverse)
+        return carry, into or ys
+
+    def _rounds(
+        self,
+        body: Callable[[Any, tuple], tuple[Any, Any]],
+        state: Any,
+        numbers: Array,
+        saved: Any,
+        reverse: bool,
+    ) -> tuple[Any, Any]:
+        """Runs `body(state, (index, number, saved))` for all layers, as `lax.scan`."""
+        depth = len(numbers)
         xs = jnp.arange(depth), numbers, saved
         if depth == 1:  # TPUs run parts of a loop of one round twice.
-            (carry, _), y = body(first, jax.tree.map(lambda x: x[0], xs))
-            return carry, jax.tree.map(lambda y: y[None], y)
+            state, y = body(state, jax.tree.map(lambda x: x[0], xs))
+            return state, jax.tree.map(lambda y: y[None], y)
         if not self.is_written_out(depth):
             unroll = min(self.unroll, depth)
-            (carry, _), ys = lax.scan(body, first, xs, reverse=reverse, unroll=unroll)
-            return carry, ys
-        state, ys = first, []
-        saved = saved or [None] * depth
+            return lax.scan(body, state, xs, reverse=reverse, unroll=unroll)
+        saved, ys = saved or [None] * depth, []
         for i in reversed(range(depth)) if reverse else range(depth):
             state, y = body(state, (i, numbers[i], saved[i]))
             ys.append(y)
-        return state[0], ys[::-1] if reverse else ys
+        return state, ys[::-1] if reverse else ys
 
     def _read_in_place(self, stacks: Params, row: Any) -> Stacks:
         """The stacks that the layer gets: one row alone is no slice."""
@@ -229,9 +248,9 @@ class LayerScan:
         """
 
         def run_layer(
-            carry: tuple, weights: _Weights, row: Array, number: Array, _: None
-        ) -> tuple[tuple, Saved | None]:
-            (x, slot), (whole, stacks) = carry, weights
+            x: Any, weights: _Weights, _: Array, number: Array, __: None
+        ) -> tuple[Any, Saved]:
+            whole, stacks = weights
 
             def layer(trained: Params, x: Any) -> Any:
                 return self.layer(whole | trained, x, number, self.context, stacks)
@@ -239,14 +258,10 @@ class LayerScan:
             y, vjp = jax.vjp(layer, {path: whole[path] for path in leaves}, x)
             saved = VjpReader.save(vjp, weights.all_read | self._beside(self.kept(x)))
             saved = saved.on_host() if self.saves_on_host else saved
-            y = self._unless_padding(number, y, x)
-            if slot is None:
-                return (y, None), saved
-            return (y, slot.with_layer(row - rows.start, saved)), None
+            return self._unless_padding(number, y, x), saved
 
-        carry = x, slot
-        (y, slot), saved = self._sweep(run_layer, carry, leaves, constants, rows, None)
-        return y, Residuals(slot or saved, self.kept(x))
+        y, saved = self._sweep(run_layer, x, leaves, constants, rows, None, into=slot)
+        return y, Residuals(saved, self.kept(x))
 
     def backward(
         self,
@@ -276,7 +291,6 @@ class LayerScan:
         ) -> tuple[tuple, Params]:
             dy, stack = carry
             known = weights.all_read | self._beside(residuals.kept)
-            saved = saved or layers.layer(row - rows.start)
             saved = saved.on_device() if self.saves_on_host else saved
             dweights, dx = self._vjp(known, saved, dy)
             dweights = self._mask_gradient(number, dweights)
@@ -286,10 +300,9 @@ class LayerScan:
                 return (dx, None), gradient
             return (dx, add_to_row(stack, gradient, row, on)), {}
 
-        carry, layers = (dx, sums), residuals.layers
-        scanned = None if isinstance(layers, Slot) else layers
+        carry, saved = (dx, sums), residuals.layers
         (dx, stack), gradient = self._sweep(
-            run_layer, carry, leaves, constants, rows, scanned, reverse=True
+            run_layer, carry, leaves, constants, rows, saved, reverse=True
         )
         if stack is not None:
             return dx, stack
@@ -328,25 +341,16 @@ class LayerScan:
             return saved.reader.vjp(saved, weights | beside)(dy)
 
         def run_layer(
-            carry: tuple, weights: _Weights, row: Array, number: Array, saved: Any
-        ) -> tuple[tuple, Saved | None]:
-            dy, slot = carry
-            saved = saved or layers.layer(row - rows.start)
+            dy: Any, weights: _Weights, _: Array, number: Array, saved: Saved
+        ) -> tuple[Any, Saved]:
             args = saved, dy, self._beside(residuals.kept)
             split = SplitBackward.of(backward, weights.all_read, args)
             dx, arrays = split.run_first(weights.all_read, args)
             state = Saved.of(arrays, split, len(split.first), len(split.second))
-            dx = self._unless_padding(number, dx, dy)
-            if slot is None:
-                return (dx, None), state
-            return (dx, slot.with_layer(row - rows.start, state)), None
+            return self._unless_padding(number, dx, dy), state
 
-        layers, order = residuals.layers, (leaves, constants, rows)
-        scanned = None if isinstance(layers, Slot) else layers
-        (dx, slot), state = self._sweep(
-            run_layer, (dx, slot), *order, scanned, reverse=True
-        )
-        return dx, slot or state
+        args = leaves, constants, rows, residuals.layers
+        return self._sweep(run_layer, dx, *args, reverse=True, into=slot)
 
     def backward_weights(
         self,
@@ -364,12 +368,10 @@ class LayerScan:
         """
 
         def run_layer(
-            sums: Params, weights: _Weights, row: Array, number: Array, own: Any
+            sums: Params, weights: _Weights, row: Array, number: Array, state: Saved
         ) -> tuple[Params, None]:
-            own = own or state.layer(row - rows.start)
-            gradient = own.reader.run_second(weights.all_read, own.unpack())
+            gradient = state.reader.run_second(weights.all_read, state.unpack())
             gradient = self.reduce(self._mask_gradient(number, gradient))
             return add_to_row(sums, gradient, row, on), None
 
-        scanned = None if isinstance(state, Slot) else state
-        return self._sweep(run_layer, sums, leaves, constants, rows, scanned)[0]
+        return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]

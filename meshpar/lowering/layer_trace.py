@@ -155,12 +155,12 @@ def trace_deferred(
         lanes, ways = lanes_of(mesh), shards * plan.layout.tensor
         under, _ = written_layer(layered.layer, *call.args)
         args = frozenset(plan.gradients), *call.args
-        whole = (
-            deferred_bytes(lanes, under(policy), *args, kept=layered.kept)
-            for policy in policies
-        )
-        own = (Deferred(*(size // ways for size in sizes)) for sizes in whole)
-        return dict(zip(policies, own, strict=True))
+
+        def own(policy: str) -> Deferred:
+            whole = deferred_bytes(lanes, under(policy), *args, kept=layered.kept)
+            return Deferred(*(size // ways for size in whole))
+
+        return {policy: own(policy) for policy in policies}
 
     return _in_trace(layered, plan, mesh, batch, trace)
 

@@ -72,10 +72,10 @@ class TickLoop:
     def in_place(self) -> bool:
         """Whether layers write what they save into its buffer, and read it there.
 
-        Ticks of stages in lock step that split off W may stand outside of loops. There
-        compilers copy the whole buffer from tick to tick, and copies of slots are less.
+        Not where stages in lock step split off W. Their ticks may stand outside of
+        loops, where compilers copy the whole buffer from tick to tick.
         """
-        return self.divergent or self.uniform or not self.tables.num_states
+        return self.divergent or not self.tables.num_states
 
     @property
     def num_forward_ticks(self) -> int:

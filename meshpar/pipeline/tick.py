@@ -224,7 +224,7 @@ class Tick:
         """W, after B of the same tick, and before all that reads its result."""
         columns = self.row.columns
         state = self.stage.state_in_slot(carry.states, columns.w_state)
-        if not self.stage.in_place:
+        if not self.stage.in_place:  # Out of step no collective runs in B and W.
             state = in_turn(take_slot(carry.states, columns.b_state), state)
         stack = self.stage.backward_weights(
             columns.w_chunk, state, carry.sums.stack, columns.w_on > 0

@@ -12,7 +12,8 @@ Its runs, and the bytes that it moves and holds, are sums of those of other layo
 - Under `expert` and `context` together a layer moves tokens along each as it does
   along that axis alone.
 
-The laws of `expert` hold for dropless routing: slots are those of whole sequences.
+The laws of `expert` hold for dropless routing. With capacity, the slots of experts are
+those of whole sequences, and each layout is traced.
 """
 
 import dataclasses

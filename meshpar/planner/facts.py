@@ -48,12 +48,7 @@ from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import on_one_device
 from meshpar.ops.experts.config import MixtureConfig
-from meshpar.planner.exchanges import (
-    Law,
-    exchange_of,
-    law_of,
-    weighted,
-)
+from meshpar.planner.exchanges import Law, exchange_of, law_of, weighted
 from meshpar.planner.flops import (
     Flops,
     cudnn_kernel,

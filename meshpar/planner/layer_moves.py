@@ -113,10 +113,12 @@ class LayerMoves:
             size = weighted(law.bytes, (x.size for x in own))
             found[key] = _Total(runs, size)
         # What is summed over all tokens is summed over both axes at once.
+        experts = {(k[0], k[2], k[-1]): k for k in found if k[1] == (EXPERT,)}
         for key in [key for key in found if key[1] == (CONTEXT,)]:
-            kind, _, *rest = key
-            if found.pop((kind, (EXPERT,), *rest), None):
-                found[kind, (EXPERT, CONTEXT), *rest] = found.pop(key)
+            kind, _, why, *flags, backward = key
+            if other := experts.get((kind, why, backward)):
+                del found[other]
+                found[kind, (EXPERT, CONTEXT), why, *flags, backward] = found.pop(key)
         return found
 
     def _read(self, exchange: Layout, remat: str, output: bool) -> dict[_Kind, _Total]:

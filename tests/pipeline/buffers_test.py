@@ -45,9 +45,23 @@ def test_what_conditionals_save_for_others_has_one_order(beside, diverges, monke
     assert fixed == diverges
 
 
-def test_layers_read_and_write_their_rows_of_saved_values_in_place():
-    """A whole slot that is taken out or put in is a copy of what all layers save."""
-    layout, layers = "pipe=2,microbatches=4,save=residuals", 3
+@pytest.mark.parametrize(
+    "options, moved_layers",
+    [
+        ("save=residuals", 1),
+        ("schedule=zb_h1", 1),
+        ("schedule=zb_h1,context=2", 3),
+    ],
+)
+def test_layers_read_and_write_their_rows_of_saved_values_in_place(
+    options, moved_layers
+):
+    """A whole slot that is taken out or put in is a copy of what all layers save.
+
+    Those are copied where stages in lock step split off W.
+    """
+    layers = 3
+    layout = f"pipe=2,microbatches=4,{options}"
     program = lower(layout, of=model(depth=2 * layers))
     moved = set()
     for eqn in equations(program.inspection.traced.jaxpr.jaxpr):
@@ -59,7 +73,8 @@ def test_layers_read_and_write_their_rows_of_saved_values_in_place():
             continue
         if len(buffer) >= 5 and buffer[1] == layers:  # [slot, layer, row, token, ...].
             moved.add((eqn.primitive.name, part[:2]))
-    assert moved == {("dynamic_slice", (1, 1)), ("dynamic_update_slice", (1, 1))}
+    part = 1, moved_layers
+    assert moved == {("dynamic_slice", part), ("dynamic_update_slice", part)}
 
 
 @tpu

@@ -15,7 +15,7 @@ from meshpar.planner.exchanges import exchange_of, law_of
 from meshpar.planner.facts import Facts
 from meshpar.planner.layer_moves import LayerMoves
 
-DROPLESS = {"num_experts": 4, "routing": "dropless", "mlp": 8, "length": 512}
+DROPLESS = {"num_experts": 4, "routing": "dropless", "mlp": 8, "length": 8192}
 """Beside so many tokens, the copies of experts that devices hold are small."""
 
 FEW_TOKENS = DROPLESS | {"length": LENGTH}
@@ -64,8 +64,7 @@ def test_a_layout_that_is_not_traced_holds_and_moves_what_its_trace_says(
     monkeypatch.setattr(planner_facts, "law_of", lambda *_: None)
     own = facts(**kinds)
     held = own.layer(layout, 1.0, 1)._asdict()
-    # Fixed parts, such as copies of experts, may differ a little between the sources.
-    assert scaled._asdict() == pytest.approx(held, rel=5e-3)
+    assert scaled._asdict() == pytest.approx(held, rel=1e-3)
     assert moved and moved == pytest.approx(moves(own, layout), rel=1e-3)
 
 
@@ -75,8 +74,8 @@ def moves(own, layout):
         str((output, x.kind, x.axes, x.why, x.backward)): x.runs * x.payload_bytes
         for output in (True, False)
         for x in LayerMoves(own).of(layout, layout.remat, output)
-        # Where the output is not read, a law may count sums of a few numbers twice.
-        if output or not x.why.startswith("statistics of experts")
+        # Where the output is not read, a law may count a sum of a few numbers too many.
+        if output or x.why != "statistics of experts"
     }
 
 
@@ -90,10 +89,11 @@ def test_heads_that_context_does_not_divide_are_traced():
     ulysses = "context=8,context_mode=ulysses"
     assert not any(traced("context=8") + traced(ulysses) + traced(ulysses, kv_heads=2))
     assert all(traced(ulysses, kv_heads=4) + traced("context=8,context_mode=ring"))
-    assert (
-        law_of(exchange_of(parse("context=8,context_mode=ulysses")), frozenset({8, 2}))
-        is None
-    )
+    assert facts().used.heads == {8}
+    exchange = exchange_of(parse(ulysses))
+    assert not law_of(exchange, frozenset())
+    assert not law_of(exchange, frozenset({8, 4}))
+    assert not law_of(exchange, frozenset({8, 2}))  # Each by itself would follow.
 
 
 def test_experts_whose_rows_do_not_grow_with_their_devices_are_traced():
